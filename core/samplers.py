@@ -31,7 +31,7 @@ from .order.keys import derive_key
 from .randomness.streams import Purpose, Streams
 from .sharding import ShardingSigns, length_of, sharding_of
 from .state.digest import checksum_of
-from .state.witness import look_at
+from .state.witness import summary_of
 from .trying import Copied, copy_of, tried_on_copy
 from .world import Tail, World
 
@@ -248,7 +248,7 @@ class MaterializedOrder:
 
         with self._set_back():
             key = derive_key(Purpose.LISTING, seed, epoch)
-            finding = tried_on_copy(copied, crc_of, key, first=look_at(listed.crc))
+            finding = tried_on_copy(copied, crc_of, key, first=summary_of(listed.crc))
         if finding.differs:
             raise SourceError(
                 f"{type(self._sampler).__name__} does not repeat itself: two lists for epoch {epoch} under one seed "

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from .randomness.streams import Streams
-from .state.witness import Look, look_at
+from .state.witness import SampleSummary, summary_of
 
 __all__ = ["LARGEST_COPY", "CallTrial", "Copied", "Finding", "copy_of", "tried_on_copy"]
 
@@ -150,7 +150,7 @@ def tried_on_copy(
     call: Callable[[Any], Any],
     key: int,
     *,
-    first: Look | None = None,
+    first: SampleSummary | None = None,
     rereads: bool = True,
     devices: bool = False,
 ) -> Finding:
@@ -186,10 +186,10 @@ def tried_on_copy(
     return Finding(one.names(differing), one.holds_most(differing), unseen=one.unseen)
 
 
-def _looked(streams: Streams, call: Callable[[Any], Any], copy: Any, key: int) -> Look:
+def _looked(streams: Streams, call: Callable[[Any], Any], copy: Any, key: int) -> SampleSummary:
     with streams as start:
         start(key)
-        return look_at(call(copy))
+        return summary_of(call(copy))
 
 
 class CallTrial:

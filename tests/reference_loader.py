@@ -25,7 +25,7 @@ from midepoch.errors import (
     StateVersionError,
     UnsupportedSourceError,
 )
-from midepoch.state.witness import Witness, look_at
+from midepoch.state.witness import Witness, summary_of
 from midepoch.world import World
 
 KEYS = (
@@ -306,11 +306,11 @@ class ReferenceLoader:
 
     def witness(self, epoch: int) -> str:
         """Of the first sample of an epoch; empty before any was read."""
-        return "" if epoch < 0 else str(Witness.of(epoch, None, look_at(self.order(epoch)[0])))
+        return "" if epoch < 0 else str(Witness.of(epoch, None, summary_of(self.order(epoch)[0])))
 
     def verify(self) -> None:
         witness = Witness.parse(self.expected)
-        if witness is not None and witness.differs(look_at(self.order(witness.epoch)[0])):
+        if witness is not None and witness.differs(summary_of(self.order(witness.epoch)[0])):
             raise StateMismatchError("the first sample of the epoch is another one")
         self.expected = ""
 

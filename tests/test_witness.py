@@ -34,7 +34,7 @@ from witness_sources import SIZE, as_it_is, in_new_process, make, outcome
 import midepoch
 from midepoch import MidepochWarning, StateCorruptError, StateMismatchError, World
 from midepoch.state.digest import checksum_of
-from midepoch.state.witness import LONGEST, Look, Witness, look_at
+from midepoch.state.witness import LONGEST, SampleSummary, Witness, summary_of
 
 PLACES = {"in mid-epoch": 3, "at the boundary": 8, "in a later epoch": 11}  # batches of 8 an epoch
 
@@ -308,8 +308,8 @@ def test_the_middle_of_long_containers_counts(kind: str) -> None:
 
 def test_rows_that_are_not_looked_at_are_named() -> None:
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    assert look_at(arrow.table({"number": list(range(64))})).unseen == ()
-    assert look_at(arrow.table({"number": list(range(65))})).unseen == ("Table after its first 64 rows",)
+    assert summary_of(arrow.table({"number": list(range(64))})).unseen == ()
+    assert summary_of(arrow.table({"number": list(range(65))})).unseen == ("Table after its first 64 rows",)
 
 
 # Of each, only the last component counts, which is the same.
@@ -761,12 +761,12 @@ def test_types_that_cannot_be_compared_are_named() -> None:
 
 
 def text_of(value: Any) -> str:
-    return str(Witness.of(0, 0, look_at(value)))
+    return str(Witness.of(0, 0, summary_of(value)))
 
 
 def compared(one: Any, other: Any) -> str:
-    witness, look = Witness.parse(text_of(one)), look_at(other)
-    assert witness is not None and not witness.differs(look_at(one)) and not witness.has_other_bits(look_at(one))
+    witness, look = Witness.parse(text_of(one)), summary_of(other)
+    assert witness is not None and not witness.differs(summary_of(one)) and not witness.has_other_bits(summary_of(one))
     return "another" if witness.differs(look) else "other bits" if witness.has_other_bits(look) else "the same"
 
 
@@ -819,9 +819,9 @@ def test_what_no_decoder_computes_makes_it_another_sample(kind: str) -> None:
 
 
 def test_parts_that_vary_are_left_out_with_what_they_hold() -> None:
-    def look(read: int, label: int) -> Look:
+    def look(read: int, label: int) -> SampleSummary:
         noise = [0.5 * read] * (1 + read)
-        return look_at({"boxes": {"left": noise, "right": noise}, "label": label, "read": read})
+        return summary_of({"boxes": {"left": noise, "right": noise}, "label": label, "read": read})
 
     left_out = frozenset(look(0, 7).differing(look(1, 7)))
     assert "['label']" not in left_out and {"['read']", "['boxes']['left']"} <= left_out
@@ -831,9 +831,9 @@ def test_parts_that_vary_are_left_out_with_what_they_hold() -> None:
 
 
 def test_where_many_parts_vary_their_containers_are_left_out() -> None:
-    def look(read: int, label: int) -> Look:
+    def look(read: int, label: int) -> SampleSummary:
         noise = [0.5 * read + number for number in range(5)]
-        return look_at({"boxes": {"left": noise, "right": noise}, "label": label})
+        return summary_of({"boxes": {"left": noise, "right": noise}, "label": label})
 
     left_out = frozenset(look(0, 7).differing(look(1, 7)))
     witness = Witness.of(0, 0, look(2, 7), left_out)
@@ -881,8 +881,8 @@ def test_content_on_a_device_is_seen() -> None:
     looks, digests = set(), set()
     for each in (numbers, numbers + 1, numbers.reshape(2, -1)):
         tensor = OnDevice(each)
-        assert tensor.device.type == "cuda" and look_at(tensor) == look_at(OnDevice(each.clone()))
-        looks.add(look_at(tensor))
+        assert tensor.device.type == "cuda" and summary_of(tensor) == summary_of(OnDevice(each.clone()))
+        looks.add(summary_of(tensor))
         digests.add(checksum_of(tensor))
     assert len(looks) == len(digests) == 3
 
@@ -890,8 +890,8 @@ def test_content_on_a_device_is_seen() -> None:
 def agree_on(device: str) -> None:
     """Fail unless a device's tensors are seen as the stand-in is, and told apart."""
     for each in (torch.arange(9.0), torch.arange(9.0).bfloat16(), torch.arange(6).reshape(2, 3)):
-        assert look_at(each.to(device)) == look_at(OnDevice(each.clone()))
-        assert look_at(each.to(device)).differing(look_at((each + 1).to(device)))
+        assert summary_of(each.to(device)) == summary_of(OnDevice(each.clone()))
+        assert summary_of(each.to(device)).differing(summary_of((each + 1).to(device)))
 
 
 @pytest.mark.gpu
@@ -941,7 +941,7 @@ def test_any_value_can_be_looked_at() -> None:
         text = text_of(value)
         witness = Witness.parse(text)
         assert len(text) <= LONGEST and witness is not None
-        assert not witness.differs(look_at(value)) and not witness.has_other_bits(look_at(value))
+        assert not witness.differs(summary_of(value)) and not witness.has_other_bits(summary_of(value))
 
 
 class _Rich(Dataset[Any]):

@@ -30,7 +30,7 @@ from midepoch.samplers import length_of
 from midepoch.sharding import sharding_of
 from midepoch.state.codec import decode, encode
 from midepoch.state.format import PIECES, piece_of
-from midepoch.state.witness import look_at
+from midepoch.state.witness import summary_of
 from midepoch.trying import Copied, copy_of, tried_on_copy
 from midepoch.world import World
 
@@ -272,7 +272,7 @@ class StatefulAdapter(Adapter):
                 session.close()
 
         key = derive_key(Purpose.TRIAL, run.seed, run.epoch, run.position)
-        found = tried_on_copy(copied, follow, key, first=look_at(batch))
+        found = tried_on_copy(copied, follow, key, first=summary_of(batch))
         if found.untried:
             self._cannot_try(found.untried)
             return

@@ -16,7 +16,7 @@ from midepoch.adapters.streaming import private
 from midepoch.loader.adapter import Seen
 from midepoch.reading.indexed import LookRequest
 from midepoch.reading.stored import MOST_STORED, seen_as_stored
-from midepoch.state.witness import Witness, look_at
+from midepoch.state.witness import Witness, summary_of
 
 __all__ = ["Stored"]
 
@@ -38,7 +38,7 @@ class Stored:
         """
         if self._sample_is_here:
             return seen_as_stored(LookRequest(0, False, None), 1, self._read, lambda _: _SAMPLE)
-        look = look_at(self._of_index())
+        look = summary_of(self._of_index())
         return Seen(None, look, look, look, what=_SHARDS)
 
     def compared(self, seen: Seen, expects: Witness | None) -> Seen:
@@ -46,7 +46,7 @@ class Stored:
         if expects is None or expects.index == seen.index:
             return seen
         if expects.index is None:  # of the index alone
-            return replace(seen, expected=look_at(self._of_index()), what=_SHARDS)
+            return replace(seen, expected=summary_of(self._of_index()), what=_SHARDS)
         why = "it cannot be read without a download"
         return replace(seen, expected=None, error=why, missing=expects.index != 0, what=_SAMPLE)
 

@@ -17,7 +17,7 @@ from ..errors import MidepochError, StateCorruptError, warn
 from ..randomness.owned import find_generators
 from ..state.format import State
 from ..state.parts import part_of
-from ..state.witness import Look, Witness
+from ..state.witness import SampleSummary, Witness
 from ..trying import Finding
 from ..world import MicroShare, Share, Tail, World, check_tail
 from .capabilities import Capabilities, Capability, with_then
@@ -149,9 +149,9 @@ class Seen:
     """
 
     index: Any
-    look: Look | None
-    again: Look | None = None
-    expected: Look | None = None
+    look: SampleSummary | None
+    again: SampleSummary | None = None
+    expected: SampleSummary | None = None
     error: str = ""
     missing: bool = False
     what: str = ""
@@ -173,7 +173,7 @@ class Samples(Protocol):
     def indices(self, unit: int) -> list[Any]:
         """The indices of the samples in a unit."""
 
-    def look(self, unit: int, place: int) -> Look | None:
+    def look(self, unit: int, place: int) -> SampleSummary | None:
         """What the sample at this place of a unit looks like; None if it could not be read."""
 
 

@@ -6,7 +6,7 @@ import copy
 from typing import Any, Literal
 
 from ..errors import StateMismatchError, warn
-from ..state.witness import Look, Witness
+from ..state.witness import SampleSummary, Witness
 from ..trying import Finding
 from .adapter import Adapter, Options, Seen
 from .cursor import Cursor
@@ -39,7 +39,7 @@ class Witnesses:
         self._adapter, self._options = adapter, options
         self.expected: Witness | None = None
         # By epoch, of the last two from which was read. A text is made when a state asks for it.
-        self._known: dict[int, str | tuple[Any, Look, frozenset[str]]] = {}
+        self._known: dict[int, str | tuple[Any, SampleSummary, frozenset[str]]] = {}
         # Names of parts that differ from one read to the next.
         self._left_out: frozenset[str] = frozenset()
         self._tried = False  # whether a sample that is read twice stays the same

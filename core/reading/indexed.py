@@ -26,7 +26,7 @@ from ..order import EpochOrder
 from ..order.keys import derive_key, derive_keys, extend_key
 from ..randomness.streams import Purpose, Streams
 from ..samplers import MaterializedEpoch
-from ..state.witness import Look, is_inert, look_at
+from ..state.witness import SampleSummary, is_inert, summary_of
 from ..trying import CallTrial
 from ..world import MicroShare, Share
 
@@ -207,7 +207,10 @@ class Samples:
     """
 
     def __init__(
-        self, order: EpochOrder | MaterializedEpoch, listed_batches: bool, look: Callable[[Any, int, int], Look | None]
+        self,
+        order: EpochOrder | MaterializedEpoch,
+        listed_batches: bool,
+        look: Callable[[Any, int, int], SampleSummary | None],
     ) -> None:
         self.units = len(order)
         self.listed = order.crc if isinstance(order, MaterializedEpoch) else ""
@@ -218,7 +221,7 @@ class Samples:
         (index,) = as_list(self._order[unit : unit + 1])
         return list(index) if self._listed_batches else [index]
 
-    def look(self, unit: int, place: int) -> Look | None:
+    def look(self, unit: int, place: int) -> SampleSummary | None:
         """What the sample at this place of a unit looks like; None if it could not be read."""
         return self._look(self.indices(unit)[place], unit, place)
 
@@ -353,9 +356,9 @@ class MapReader:
             return First(batch, see())
         kept = copy.deepcopy(batch)  # a dataset may fill one buffer at each read, and hand that out
         seen = see()
-        return First(kept if look_at(kept).differing(look_at(batch)) else batch, seen)
+        return First(kept if summary_of(kept).differing(summary_of(batch)) else batch, seen)
 
-    def _read_looking(self, request: MapRequest, index: Any, key: int) -> tuple[Any, Look | None]:
+    def _read_looking(self, request: MapRequest, index: Any, key: int) -> tuple[Any, SampleSummary | None]:
         """A session's first batch, and what the epoch's first sample looks like.
 
         If the batch begins with that sample, it is looked at on the way; else it is read before. A sample whose own
@@ -368,17 +371,17 @@ class MapReader:
                 return self._read(request, None), look
             streams.first = True
             return streams.read(functools.partial(self._read, request)), look
-        looks: list[Look] = []
+        looks: list[SampleSummary] = []
 
         def see(sample: Any) -> None:
             self._drew = streams.drew()
             if is_inert(sample):
-                looks[:] = [look_at(sample)]
+                looks[:] = [summary_of(sample)]
 
         batch = streams.read(functools.partial(self._read, request, see=see), notes=True)
         return batch, looks[0] if looks else None
 
-    def _seen(self, request: MapRequest, look: LookRequest, one: Look | None, **more: Any) -> Seen:
+    def _seen(self, request: MapRequest, look: LookRequest, one: SampleSummary | None, **more: Any) -> Seen:
         if look.expected is None:
             return Seen(look.index, one, expected=one, **more)
         epoch, index = look.expected
@@ -394,7 +397,7 @@ class MapReader:
         key = derive_key(Purpose.BATCH if self._whole else Purpose.SAMPLE, seed, epoch)
         return Samples(order, self._listed_batches, functools.partial(self._look_alone, key))
 
-    def _look_alone(self, key: int, index: Any, position: int, place: int) -> Look | None:
+    def _look_alone(self, key: int, index: Any, position: int, place: int) -> SampleSummary | None:
         return self._look(self._key_at(key, position, place), index)[0]
 
     def _key_at(self, key: int, position: int = 0, place: int = 0) -> int:
@@ -404,16 +407,16 @@ class MapReader:
             return int(derive_keys(key, np.arange(place + 1))[place])
         return key
 
-    def _look(self, key: int, index: Any) -> tuple[Look | None, Exception | None]:
+    def _look(self, key: int, index: Any) -> tuple[SampleSummary | None, Exception | None]:
         """What a sample looks like under the stream of `key`, or why it could not be read."""
         streams = self._streams
 
-        def read(start: Callable[[int], None] | None) -> Look:
+        def read(start: Callable[[int], None] | None) -> SampleSummary:
             if start is not None:
                 start(key)
             sample = self.dataset.__getitems__([index]) if self._whole else self.dataset[index]
             self._drew = streams is not None and streams.drew()
-            return look_at(sample)
+            return summary_of(sample)
 
         try:
             return read(None) if streams is None else streams.read(read, notes=True), None

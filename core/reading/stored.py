@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 
 from ..loader.adapter import Seen
-from ..state.witness import Look, look_at
+from ..state.witness import SampleSummary, summary_of
 from .indexed import LookRequest
 
 __all__ = ["MOST_STORED", "file_as_stored", "seen_as_stored"]
@@ -29,10 +29,10 @@ def seen_as_stored(
         name: from an index to where the sample is stored, for messages.
     """
 
-    def look(index: int) -> Look:
+    def look(index: int) -> SampleSummary:
         if not 0 <= index < size:
             raise IndexError(f"there are {size} samples")
-        return look_at(stored(index))
+        return summary_of(stored(index))
 
     one = expected = None
     error = ""

@@ -27,7 +27,7 @@ import torch
 from ..errors import StateCorruptError
 from .digest import Part, Unseen, data_of, is_inert, parts_of, text_of
 
-__all__ = ["LONGEST", "Look", "Witness", "is_inert", "look_at", "of_another_sample"]
+__all__ = ["LONGEST", "SampleSummary", "Witness", "is_inert", "of_another_sample", "summary_of"]
 
 LONGEST = 160
 """Characters of a witness."""
@@ -41,7 +41,7 @@ _TEXT = re.compile(
 )
 
 
-class _Summary(NamedTuple):
+class _PartSummary(NamedTuple):
     """Of one part of a sample.
 
     Attributes:
@@ -60,7 +60,7 @@ class _Summary(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Look:
+class SampleSummary:
     """What a sample looks like.
 
     Attributes:
@@ -68,12 +68,12 @@ class Look:
         unseen: names of types whose content cannot be seen.
     """
 
-    parts: tuple[_Summary, ...]
+    parts: tuple[_PartSummary, ...]
     unseen: tuple[str, ...] = ()
 
-    def differing(self, other: Look) -> tuple[str, ...]:
+    def differing(self, other: SampleSummary) -> tuple[str, ...]:
         """The names of the parts that differ."""
-        one, two = ({part.name: part for part in look.parts} for look in (self, other))
+        one, two = ({part.name: part for part in summary.parts} for summary in (self, other))
         return tuple(name for name in {**one, **two} if one.get(name) != two.get(name))
 
     def holds_most(self, names: tuple[str, ...]) -> bool:
@@ -88,17 +88,17 @@ class Look:
         return ", ".join([*shown, "..."] if len(names) > 4 else shown)
 
 
-def look_at(sample: object) -> Look:
+def summary_of(sample: object) -> SampleSummary:
     """What a sample looks like. Its whole content is read once; nothing of it is kept."""
     parts = parts_of(sample)
     unseen = dict.fromkeys(part.value.kind for part in parts if isinstance(part.value, Unseen))
     found = [_summary(part) for part in parts]
     if len(found) > _MOST_PARTS:
         found[_MOST_PARTS - 1 :] = [_joined("further parts", found[_MOST_PARTS - 1 :])]
-    return Look(tuple(found), tuple(unseen))
+    return SampleSummary(tuple(found), tuple(unseen))
 
 
-def _summary(part: Part) -> _Summary:
+def _summary(part: Part) -> _PartSummary:
     value = part.value
     container = isinstance(value, list)
     if container:
@@ -109,13 +109,13 @@ def _summary(part: Part) -> _Summary:
     kind = zlib.crc32(part.kind.encode("utf-8", "surrogatepass"))
     bits = zlib.crc32(data, kind)
     size = 0 if isinstance(value, Unseen) else max(1, len(data))
-    return _Summary(part.path, size, container, bits if container or _is_exact(value) else kind, bits)
+    return _PartSummary(part.path, size, container, bits if container or _is_exact(value) else kind, bits)
 
 
-def _joined(name: str, parts: list[_Summary]) -> _Summary:
+def _joined(name: str, parts: list[_PartSummary]) -> _PartSummary:
     """One for several parts."""
     exact, bits = (zlib.crc32(repr([getattr(part, of) for part in parts]).encode()) for of in ("exact", "bits"))
-    return _Summary(name, sum(part.size for part in parts), False, exact, bits)
+    return _PartSummary(name, sum(part.size for part in parts), False, exact, bits)
 
 
 def _is_exact(value: Any) -> bool:
@@ -166,12 +166,12 @@ class Witness:
     left_out: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, epoch: int, index: Any, look: Look, left_out: Set[str] = frozenset()) -> Witness:
-        """The witness of a sample that looks like `look`, without the parts with these names."""
+    def of(cls, epoch: int, index: Any, summary: SampleSummary, left_out: Set[str] = frozenset()) -> Witness:
+        """The witness of a sample that looks like `summary`, without the parts with these names."""
         whole = _whole(index)
         number = whole if whole is not None and abs(whole) < 1 << 60 else None
         codes = tuple(sorted(set(map(_code_of, _outermost(left_out)))))
-        parts = _without(look, codes)
+        parts = _without(summary, codes)
         return cls(epoch, number, _bits(parts), tuple(_code(part.exact) for part in _few(parts)), codes)
 
     def __str__(self) -> str:
@@ -193,18 +193,18 @@ class Witness:
         told, left_out = (tuple(re.findall("....", match[number])) for number in (4, 5))
         return cls(int(match[1]), int(match[2]) if match[2] else None, match[3], told, left_out)
 
-    def differs(self, look: Look) -> tuple[str, ...]:
+    def differs(self, summary: SampleSummary) -> tuple[str, ...]:
         """The names of the parts that make the sample that was read now another one."""
-        pairs = itertools.zip_longest(self.told, _few(_without(look, self.left_out)))
+        pairs = itertools.zip_longest(self.told, _few(_without(summary, self.left_out)))
         differing = [part for code, part in pairs if part is None or _code(part.exact) != code]
         return tuple("a part that is missing now" if part is None else part.name for part in differing)
 
-    def has_other_bits(self, look: Look) -> bool:
+    def has_other_bits(self, summary: SampleSummary) -> bool:
         """Whether any part has."""
-        return self.bits != _bits(_without(look, self.left_out))
+        return self.bits != _bits(_without(summary, self.left_out))
 
 
-def _few(parts: list[_Summary]) -> list[_Summary]:
+def _few(parts: list[_PartSummary]) -> list[_PartSummary]:
     """The parts, as many as are told."""
     last = _MOST_CODES - 1
     return parts if len(parts) <= _MOST_CODES else [*parts[:last], _joined("a part after the first 11", parts[last:])]
@@ -223,18 +223,18 @@ def _outermost(names: Set[str]) -> list[str]:
         names = {name.rpartition("[")[0] if name.count("[") == deepest else name for name in outer}
 
 
-def _without(look: Look, left_out: tuple[str, ...]) -> list[_Summary]:
+def _without(summary: SampleSummary, left_out: tuple[str, ...]) -> list[_PartSummary]:
     """The parts without those that are left out, and without what these contain."""
-    kept: list[_Summary] = []
+    kept: list[_PartSummary] = []
     outer: str | None = None
-    for part in look.parts if left_out else ():
+    for part in summary.parts if left_out else ():
         if outer is None or not part.name.startswith(outer):
             outer = part.name if _code_of(part.name) in left_out else None
             kept += [part] if outer is None else []
-    return kept if left_out else list(look.parts)
+    return kept if left_out else list(summary.parts)
 
 
-def _bits(parts: list[_Summary]) -> str:
+def _bits(parts: list[_PartSummary]) -> str:
     return f"{_joined('', parts).bits:08x}"
 
 

@@ -25,7 +25,7 @@ from ..attributes import directly_held
 from ..loader.lending import loader_of
 from ..loader.part import Part
 from ..reading.replay import ReplayReader
-from ..state.witness import Look
+from ..state.witness import SampleSummary
 from . import items
 from .examine import Examination
 from .record import Finding, Recording, Seen, Settings, open_loader, see
@@ -182,7 +182,7 @@ class _Looked(NamedTuple):
         finding: a place, and what differed between two reads.
     """
 
-    looks: dict[_Where, Look]
+    looks: dict[_Where, SampleSummary]
     indices: dict[_Where, str]
     reads: int
     finding: tuple[_Where, str] | None
@@ -237,7 +237,7 @@ def _look(
 ) -> _Looked | None:
     """Look at samples: at those `wanted`, as a process that resumes; or choose them, and read them in three orders."""
     deadline = time.monotonic() + seconds
-    looks: dict[_Where, Look] = {}
+    looks: dict[_Where, SampleSummary] = {}
     indices: dict[_Where, str] = {}
     reads = 0
     with open_loader(settings, options, later=wanted is not None) as loader:
@@ -280,7 +280,7 @@ def _merged(here: _Looked, there: _Looked, only_most: bool) -> _Looked:
     return _Looked(here.looks, here.indices, here.reads + there.reads, finding)
 
 
-def _differs(one: Look, other: Look, only_most: bool) -> str:
+def _differs(one: SampleSummary, other: SampleSummary, only_most: bool) -> str:
     """The parts that differ; empty if none do, or with `only_most` if it is the same sample all the same."""
     differing = one.differing(other)
     return one.names(differing) if differing and (not only_most or one.holds_most(differing)) else ""
