@@ -13,7 +13,7 @@ from midepoch.errors import MidepochError, SourceError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Seen, Session
 from midepoch.loader.capabilities import Capabilities, Capability
-from midepoch.reading.indexed import LookRequest
+from midepoch.reading.indexed import WitnessRequest
 from midepoch.reading.stored import seen_as_stored
 from midepoch.world import Share, World
 
@@ -121,7 +121,7 @@ class SampledAdapter(Adapter):
         """The first sample of the epoch, read beside DALI."""
         request = None
         if run.looks and len(self._data):
-            request = LookRequest.of(run, int(self._order.epoch(run.seed, run.epoch)[0:1][0]))
+            request = WitnessRequest.of(run, int(self._order.epoch(run.seed, run.epoch)[0:1][0]))
         return None if request is None else seen_as_stored(request, len(self._data), self._data.stored)
 
     def describe_batch(self, run: Run, step: int) -> str:

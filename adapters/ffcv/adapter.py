@@ -23,7 +23,7 @@ from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
 from midepoch.order.keys import derive_key, derive_keys, extend_key
 from midepoch.randomness.streams import Purpose, Streams
-from midepoch.reading.indexed import LookRequest, spans
+from midepoch.reading.indexed import WitnessRequest, spans
 from midepoch.reading.stored import seen_as_stored
 from midepoch.world import World
 
@@ -170,7 +170,7 @@ class FFCVAdapter(Adapter):
 
     def _look(self, run: Run, order: EpochOrder) -> Callable[[], Seen] | None:
         reader = self.source.reader
-        request = LookRequest.of(run, int(order[0:1][0])) if run.looks and len(order) else None
+        request = WitnessRequest.of(run, int(order[0:1][0])) if run.looks and len(order) else None
         if request is None:
             return None
         return lambda: seen_as_stored(request, int(reader.num_samples), lambda sample: beton.stored(reader, sample))

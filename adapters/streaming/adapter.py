@@ -28,7 +28,7 @@ from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
-from midepoch.reading.indexed import First, SeeingSession, draws_nothing
+from midepoch.reading.indexed import FirstBatch, SeeingSession, draws_nothing
 from midepoch.reading.private import alive, keep_iterator, kept_iterator, shut_down
 from midepoch.reading.workers import WorkerAnswers, raise_if_worker_died, workers_outlive_signals
 from midepoch.world import World
@@ -404,7 +404,7 @@ class _CheckedPass:
         worker = get_worker_info()
         if self.stored is None or (worker is not None and worker.id):
             return batch
-        return First(batch, self.stored.see())
+        return FirstBatch(batch, self.stored.see())
 
     def _each(self, it: Any) -> Iterator[int]:
         """Replaces ``_each_sample_id``."""

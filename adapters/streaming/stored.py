@@ -14,7 +14,7 @@ from streaming import StreamingDataset
 
 from midepoch.adapters.streaming import private
 from midepoch.loader.adapter import Seen
-from midepoch.reading.indexed import LookRequest
+from midepoch.reading.indexed import WitnessRequest
 from midepoch.reading.stored import MOST_STORED, seen_as_stored
 from midepoch.state.witness import Witness, summary_of
 
@@ -37,7 +37,7 @@ class Stored:
         It is the same in each epoch.
         """
         if self._sample_is_here:
-            return seen_as_stored(LookRequest(0, False, None), 1, self._read, lambda _: _SAMPLE)
+            return seen_as_stored(WitnessRequest(0, False, None), 1, self._read, lambda _: _SAMPLE)
         look = summary_of(self._of_index())
         return Seen(None, look, look, look, what=_SHARDS)
 

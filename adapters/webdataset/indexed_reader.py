@@ -21,7 +21,7 @@ from midepoch.loader.adapter import Run, Seen
 from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
 from midepoch.order.keys import derive_key, derive_keys
 from midepoch.randomness.streams import Purpose, Streams
-from midepoch.reading.indexed import First, LookRequest
+from midepoch.reading.indexed import FirstBatch, WitnessRequest
 from midepoch.reading.stored import seen_as_stored
 from midepoch.reading.tar import parse_members
 
@@ -120,10 +120,10 @@ class IndexedReader:
         self._orders: dict[tuple[int, int], EpochOrder] = {}
         self._session: int | None = None
 
-    def __call__(self, request: IndexedRequest) -> Answer | First:
+    def __call__(self, request: IndexedRequest) -> Answer | FirstBatch:
         """Read a batch. The answer has no value if the stages dropped all of it."""
         answer = self._answer(request)
-        return answer if request.run is None else First(answer, self._seen(request, request.run))
+        return answer if request.run is None else FirstBatch(answer, self._seen(request, request.run))
 
     def _seen(self, request: IndexedRequest, run: Run) -> Seen:
         """The first sample of the epoch as it is stored, read by its range: never more of a shard than that."""
@@ -142,7 +142,7 @@ class IndexedReader:
             number, start, _ = where(sample)
             return f"sample {sample}, from byte {start} of {index.shards[number].url} on,"
 
-        look = LookRequest.of(run, int(self._places(request, 0, 1)[0][0]))
+        look = WitnessRequest.of(run, int(self._places(request, 0, 1)[0][0]))
         assert look is not None  # a request has a run only if that looks
         return seen_as_stored(look, index.size, stored, name)
 

@@ -31,13 +31,13 @@ from ..trying import CallTrial
 from ..world import MicroShare, Share
 
 __all__ = [
-    "First",
+    "FirstBatch",
     "IteratorSession",
-    "LookRequest",
     "MapReader",
     "MapRequest",
     "Samples",
     "SeeingSession",
+    "WitnessRequest",
     "as_list",
     "draws_nothing",
     "keeps_nothing",
@@ -56,13 +56,13 @@ _drawless = {default_collate.__module__}
 
 
 class SeeingSession(Session):
-    """A session whose first answer may be a `First`."""
+    """A session whose first answer may be a `FirstBatch`."""
 
     def __init__(self) -> None:
         self._seen: list[Seen] = []
 
     def unwrapped(self, answers: Iterator[Any]) -> Iterator[Any]:
-        """The answers; of a `First` the batch alone, while `seen` keeps the rest.
+        """The answers; of a `FirstBatch` the batch alone, while `seen` keeps the rest.
 
         The iterator does not refer to the session: worker processes in a cycle would outlive a loader that is dropped.
         Nor is it a generator: numpy's code, when it is called within one, leaves there what `except` is handling, and
@@ -124,7 +124,7 @@ class IteratorSession(SeeingSession):
 
 
 def _unwrapped(seen: list[Seen], answer: Any) -> Any:
-    if type(answer) is First:
+    if type(answer) is FirstBatch:
         seen.append(answer.seen)
         return answer.batch
     return answer
@@ -144,7 +144,7 @@ def _like(index: Any, number: int) -> Any:
     return number
 
 
-class LookRequest(NamedTuple):
+class WitnessRequest(NamedTuple):
     """Samples to look at when a batch is read.
 
     Attributes:
@@ -158,7 +158,7 @@ class LookRequest(NamedTuple):
     expected: tuple[int, Any] | None
 
     @classmethod
-    def of(cls, run: Run, index: Any) -> LookRequest | None:
+    def of(cls, run: Run, index: Any) -> WitnessRequest | None:
         """What a run asks for; None if nothing. `index`: of the first sample of its epoch."""
         if not run.looks:
             return None
@@ -168,8 +168,8 @@ class LookRequest(NamedTuple):
         return cls(index, run.looks > 1, (expects.epoch, _like(index, expects.index)))
 
 
-class First(NamedTuple):
-    """The answer to a request with a `LookRequest`."""
+class FirstBatch(NamedTuple):
+    """The answer to a request with a `WitnessRequest`."""
 
     batch: Any
     seen: Seen
@@ -195,7 +195,7 @@ class MapRequest(NamedTuple):
     indices: list[Any]
     session: int
     left: int
-    look: LookRequest | None = None
+    look: WitnessRequest | None = None
 
 
 class Samples:
@@ -272,7 +272,7 @@ def map_requests(
                 index = indices[0] if start == 0 else as_list(order[0:1])[0]
                 if listed_batches:  # looks at nothing where the first one is empty
                     index = next(iter(index), None)
-                look, looks = None if index is None else LookRequest.of(run, index), False
+                look, looks = None if index is None else WitnessRequest.of(run, index), False
             batch = list(indices[0]) if listed_batches else indices
             requests.append(MapRequest(seed, epoch, start, size, batch, session, left, look))
         for request in requests:
@@ -329,7 +329,7 @@ class MapReader:
             streams.warn_of_kept(self.dataset, f"sample {request.indices[0]} or one of its batch")
         return batch
 
-    def _looked(self, request: MapRequest, look: LookRequest) -> First:
+    def _looked(self, request: MapRequest, look: WitnessRequest) -> FirstBatch:
         """The session's first batch, and what samples look like."""
         collate = self._collate
         key = self._key_at(self._batch_key if self._whole else self._sample_key)
@@ -353,10 +353,10 @@ class MapReader:
             return self._seen(request, look, first, again=again, collate=finding, keeps=kept)
 
         if (not self._single and not keeps) or not is_inert(batch):  # the samples were copied
-            return First(batch, see())
+            return FirstBatch(batch, see())
         kept = copy.deepcopy(batch)  # a dataset may fill one buffer at each read, and hand that out
         seen = see()
-        return First(kept if summary_of(kept).differing(summary_of(batch)) else batch, seen)
+        return FirstBatch(kept if summary_of(kept).differing(summary_of(batch)) else batch, seen)
 
     def _read_looking(self, request: MapRequest, index: Any, key: int) -> tuple[Any, SampleSummary | None]:
         """A session's first batch, and what the epoch's first sample looks like.
@@ -381,7 +381,7 @@ class MapReader:
         batch = streams.read(functools.partial(self._read, request, see=see), notes=True)
         return batch, looks[0] if looks else None
 
-    def _seen(self, request: MapRequest, look: LookRequest, one: SampleSummary | None, **more: Any) -> Seen:
+    def _seen(self, request: MapRequest, look: WitnessRequest, one: SampleSummary | None, **more: Any) -> Seen:
         if look.expected is None:
             return Seen(look.index, one, expected=one, **more)
         epoch, index = look.expected

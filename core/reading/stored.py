@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ..loader.adapter import Seen
 from ..state.witness import SampleSummary, summary_of
-from .indexed import LookRequest
+from .indexed import WitnessRequest
 
 __all__ = ["MOST_STORED", "file_as_stored", "seen_as_stored"]
 
@@ -17,7 +17,7 @@ MOST_STORED = 1 << 20
 
 
 def seen_as_stored(
-    request: LookRequest, size: int, stored: Callable[[int], bytes], name: Callable[[int], str] | None = None
+    request: WitnessRequest, size: int, stored: Callable[[int], bytes], name: Callable[[int], str] | None = None
 ) -> Seen:
     """Look at samples before any code has a part in them. Each is read once, since what is stored stays the same.
 
