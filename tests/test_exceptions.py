@@ -184,11 +184,10 @@ def test_a_validation_that_raises(tmp_path: Path) -> None:
         keeping = (Keeping(tmp_path),)
         with pytest.raises(BadStepError):
             fit(log, mapped, validation, module=Failing, callbacks=keeping, told=told, enable_checkpointing=True)
+        while log[-1][0] == "validation":
+            log.pop()  # it is run from its start
         fit(log, mapped, validation, module=Mended, checkpoint=tmp_path / "on_exception.ckpt", told=[])
-        assert bool(told) is not remember
-        found, expected = ([each for each in one if each[0] == "train"] for one in (log, whole))
-        assert found == expected
-        assert log == whole or not remember
+        assert log == whole and not told, remember
 
 
 # --- Snapshot ---------------------------------------------------------------------------------------------------------

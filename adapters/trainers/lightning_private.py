@@ -15,7 +15,6 @@ from midepoch.state.format import State
 
 __all__ = [
     "check",
-    "combined_of",
     "fetcher_of",
     "has_read_all",
     "intercept",
@@ -44,7 +43,7 @@ def check(trainer: Any) -> None:
         trainer, "fit_loop._data_fetcher", "fit_loop._data_source.dataloader", "fit_loop._last_train_dl_reload_epoch",
         "fit_loop._restarting", "fit_loop.epoch_loop._batches_that_stepped",
         "fit_loop.epoch_loop._num_ready_batches_reached", "fit_loop.epoch_loop._should_accumulate",
-        "fit_loop.epoch_loop._should_check_val_fx", "fit_loop.epoch_loop.val_loop._combined_loader",
+        "fit_loop.epoch_loop._should_check_val_fx",
         "fit_loop.epoch_loop.val_loop._data_fetcher", "fit_loop.epoch_loop.val_loop._data_source.dataloader",
         "fit_loop.epoch_loop.val_loop._has_run", "fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch",
         "fit_loop.is_resuming", "fit_loop._combined_loader_states_to_load",
@@ -71,11 +70,6 @@ def intercept(loop: Any, take: Callable[[Any], Any]) -> Callable[[], None]:
 def fetcher_of(loop: Any) -> Any:
     """The object that reads batches for a loop."""
     return loop._data_fetcher
-
-
-def combined_of(loop: Any) -> Any:
-    """The CombinedLoader of a loop; None before it has one."""
-    return loop._combined_loader
 
 
 def mode_of(combined: Any) -> Mode:
