@@ -16,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 sys.path.insert(0, str(Path(__file__).parent))  # the spawned processes take the import path over
 
 import sources
+import wild_sources
 
 import midepoch
 from midepoch import Capabilities, MidepochError
@@ -46,6 +47,15 @@ TABLE: dict[str, tuple[str, Callable[[], Loader]]] = {
     ),
     "DataLoader, own batch sampler": (
         ALL_YES, lambda: midepoch.wrap(DataLoader(sources.Noisy(8), batch_sampler=sources.Buckets(8)))
+    ),
+    "object around a DataLoader, with inside=": (
+        ALL_YES, lambda: midepoch.wrap(wild_sources.OneAhead(sources.noisy_loader()), inside="loader")
+    ),
+    "DataLoader subclass, with inside=": (
+        ALL_YES, lambda: midepoch.wrap(wild_sources.KeepsWorkers(sources.Noisy(8), 2), inside="")
+    ),
+    "object around a DataLoader, not declared": (
+        REPLAY, lambda: midepoch.wrap(wild_sources.OneAhead(sources.noisy_loader()))
     ),
     "iterable exposing samplers": (ALL_YES, lambda: midepoch.wrap(sources.Exposing(8))),
     "iterable exposing several": (ALL_YES, lambda: midepoch.wrap(sources.Pairs(8))),
