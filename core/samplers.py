@@ -32,17 +32,12 @@ from .randomness.streams import Purpose, Streams
 from .sharding import ShardingSigns, length_of, sharding_of
 from .state.digest import checksum_of
 from .state.witness import summary_of
-from .trying import Copied, copy_of, tried_on_copy
+from .trying import Copied, Finding, copy_of, tried_on_copy
 from .world import Tail, World
 
 __all__ = [
-    "MaterializedEpoch",
-    "MaterializedOrder",
-    "OrderedSampler",
-    "SamplerSpec",
-    "interpret_as_parent",
-    "interpret_sampler",
-    "length_of",
+    "MaterializedEpoch", "MaterializedOrder", "OrderedSampler", "SamplerSpec", "interpret_as_parent",
+    "interpret_sampler", "length_of",
 ]  # fmt: skip
 
 _MANY, _TIMES = 1_000_000, 4  # a sampler that gave more indices than so many, and so many for each sample, does not end
@@ -131,6 +126,12 @@ class MaterializedOrder:
     def describe(self) -> str:
         """For the fingerprint. The content of the list is compared by its CRC."""
         return "listed"
+
+    @property
+    def finding(self) -> Finding:
+        """Why it is believed that the sampler repeats its list; empty if that was tried, or has not been yet."""
+        why = f"that the sampler repeats itself was not tried: {self.untried}"
+        return Finding(untried=why if self.untried else "", order=True)
 
     def known(self, seed: int, epoch: int) -> MaterializedEpoch | None:
         """The list of one epoch, if a pass has begun it, or a copy was listed and the sampler looks the same since."""

@@ -416,6 +416,9 @@ def test_one_that_cannot_be_tried_is_believed(kind: Any) -> None:
     why = {Uncopied: r"cannot be pickled \(TypeError: not to be", Original: "a copy of it raised RuntimeError: a copy"}
     assert exact.holds and exact.believed and re.search(f"repeats itself was not tried: .*{why[kind]}", exact.reason)
     assert not ours.capabilities.exact_augmentations.believed
+    exposing = midepoch.wrap(sources.Exposing(SIZE, Uncopied()), seed=1)
+    list(exposing)
+    assert "repeats itself was not tried" in exposing.capabilities.exact_order.reason
     next(iter(ours))
     resumed = midepoch.wrap(loader(Uncopied()), seed=1)
     with pytest.raises(StateMismatchError, match=r"the list of epoch 2 differs.*no copy of it can be listed \(it"):
@@ -471,6 +474,6 @@ def test_a_copy_shares_data_and_is_bounded() -> None:
     assert copy_of(sampler).open()._read.data_source is not dataset
     large: Any = Named(content=bytearray(LARGEST_COPY + 1))
     assert "more than 64 MB" in copy_of(large, Dataset).why
-    dataset.content = large.content  # type: ignore[attr-defined]
+    dataset.content = large.content
     assert copy_of(sampler, Dataset).open()._read.data_source is dataset
     assert "cannot be pickled" in copy_of(Named(each=lambda: 1), Dataset).why

@@ -184,6 +184,21 @@ def test_one_that_an_iterable_exposes_is_refused_as_soon() -> None:
     assert time.thread_time() - since < 10
 
 
+def test_an_iterable_that_exposes_a_declared_one_jumps_and_has_no_length() -> None:
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(sources.Exposing(SIZE, endless()))
+
+    whole = sources.taken(make(), 3 * SIZE)
+    state = sources.heads(make, 30)[1]
+    assert (state["position"], state["size"]) == (30, None)
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert sources.taken(resumed, 3 * SIZE - 30) == whole[30:]
+    with pytest.raises(TypeError, match="no length"):
+        len(resumed)
+    assert resumed.capabilities.constant_time_resume
+
+
 def test_what_an_endless_one_reads_from_is_named() -> None:
     sampler = wild.GroupedBatchSampler(wild.TrainingSampler(SIZE), [0] * SIZE, BATCH)
     loader = midepoch.wrap(DataLoader(sources.Noisy(SIZE), batch_sampler=sampler))

@@ -28,7 +28,6 @@ from midepoch.reading.private import iterates_as_torch
 from midepoch.reading.workers import Server
 from midepoch.samplers import MaterializedOrder, SamplerSpec, interpret_sampler, length_of
 from midepoch.sharding import check_sharding
-from midepoch.trying import Finding
 from midepoch.world import Share, World
 
 __all__ = ["IterableDataLoaderAdapter", "MapDataLoaderAdapter"]
@@ -164,9 +163,7 @@ class MapDataLoaderAdapter(Adapter):
             self.learned()
         if isinstance(self._order, MaterializedOrder):
             self._order.begin(self._listed_under(seed), epoch)
-            if self._order.untried:
-                why = f"that the sampler repeats itself was not tried: {self._order.untried}"
-                self.note(Finding(untried=why, order=True))
+            self.note(self._order.finding)
 
     def expect(self, seed: int, epoch: int) -> None:
         """List a copy of the sampler, if only a list tells how many there are."""

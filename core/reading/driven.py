@@ -24,10 +24,11 @@ from torch.utils.data import Sampler, get_worker_info
 
 from ..errors import SourceError
 from ..loader.adapter import Run
-from ..order import EpochOrder, Order
+from ..order import Endless, EpochOrder, Order
 from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
 from ..samplers import MaterializedEpoch, MaterializedOrder
+from ..trying import Finding
 from .indexed import as_list, draws_nothing, spans
 from .private import is_place_holder
 from .units import Units
@@ -256,6 +257,16 @@ class Driven:
         """Samples in one epoch, given the draws of one sample from each sampler."""
         lengths = self.lengths(seed, epoch)
         return min(length // draw for length, draw in zip(lengths, draws, strict=True) if draw)
+
+    def ends(self, draws: tuple[int, ...]) -> bool:
+        """Whether a sampler that is drawn from has an end."""
+        drawn = (order for order, draw in zip(self.orders.values(), draws, strict=True) if draw)
+        return not all(isinstance(order, Endless) for order in drawn)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What trials of the samplers that are listed have shown."""
+        return [order.finding for order in self.orders.values() if isinstance(order, MaterializedOrder)]
 
 
 def _order_of_pass(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
@@ -21,6 +22,7 @@ from ..loader import promises
 from ..loader.adapter import Adapter, Options, Run, Session
 from ..loader.capabilities import Capabilities, Capability
 from ..loader.place import Place
+from ..order import MAXIMUM_SIZE
 from ..samplers import SamplerSpec, interpret_sampler, length_of
 from ..sharding import check_sharding
 from ..trying import Finding
@@ -182,7 +184,7 @@ class IterableAdapter(Adapter):
         """The samples that the samplers suffice for. For a replay, the length of the stream, if all ranks share it."""
         draws = self._draws_for(seed, detail)
         if draws is not None and self._driven is not None:
-            return self._driven.size(draws, seed, epoch)
+            return self._driven.size(draws, seed, epoch) if self._driven.ends(draws) else None
         varies = detail.startswith("varies") or (self._varies and not detail)
         return None if self._own_streams or varies else length_of(self._stream)
 
@@ -191,6 +193,8 @@ class IterableAdapter(Adapter):
         self.refresh()
         if self._driven is not None:
             self._driven.prepare(seed, epoch)
+            for finding in self._driven.findings:
+                self.note(finding)
 
     def expect(self, seed: int, epoch: int) -> None:
         """List copies of the samplers, if only a list tells how many there are."""
@@ -348,6 +352,8 @@ class IterableAdapter(Adapter):
         return reader
 
     def _open_driven(self, run: Run, driven: Driven, draws: tuple[int, ...]) -> Session:
+        if run.share is None:
+            run = replace(run, share=self._share_of(MAXIMUM_SIZE, run.position, run.world))
         if self._collate is not None and not keeps_nothing(self._collate):
             why = "the collate function was not tried: the source is read through its samplers"
             self.note(Finding(untried=why))
