@@ -451,15 +451,16 @@ def test_each_generator_is_read_for_again_once_in_a_process() -> None:
 
 
 def test_what_is_drawn_once_and_kept_is_noted() -> None:
-    streams, drawn = Streams(), list[float]()
+    streams, drawn = Streams(), dict[str, float]()
     reads(streams, lambda: None)
-    assert reads(streams, lambda: drawn or drawn.append(random.random())) == ["without keys", "with keys"]
+    assert reads(streams, lambda: drawn or drawn.setdefault("kept", random.random())) == ["without keys", "with keys"]
     assert streams.kept
 
 
 def test_an_error_by_chance_is_that_of_the_stream() -> None:
     """What a batch without keys raises after it has drawn is not what it raises under them."""
-    streams, outcomes = Streams(), [KeyError(), None]
+    streams = Streams()
+    outcomes: list[Exception | None] = [KeyError(), None]
     reads(streams, lambda: None)
 
     def call(start: Callable[[int], None] | None) -> float:
