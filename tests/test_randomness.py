@@ -357,13 +357,14 @@ class Nested(sources.Indices):
         return before, inner, midepoch.sample_generator().random(), random.random()
 
 
-def test_samples_may_read_loaders() -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_may_read_loaders(num_workers: int) -> None:
     class Flat(sources.Indices):
         def __getitem__(self, index: int) -> Any:
             first, second = midepoch.sample_generator().random(2)
             return first, second, random.random()
 
-    make = functools.partial(DataLoader, batch_size=None, collate_fn=list)
+    make = functools.partial(DataLoader, batch_size=None, collate_fn=list, num_workers=num_workers)
     nested = sources.taken(midepoch.wrap(make(Nested(3)), seed=5))
     flat = sources.taken(midepoch.wrap(make(Flat(3)), seed=5))
     assert [[sample[0], sample[2], sample[3]] for sample in nested] == flat
