@@ -15,9 +15,10 @@ from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import Sequential
 from midepoch.reading.around import loaders_in
-from midepoch.reading.indexed import IteratorSession, MapReader, Samples, map_requests, unchanged
+from midepoch.reading.indexed import MapReader, Samples, map_requests, unchanged
 from midepoch.reading.iterables import IterableAdapter
 from midepoch.reading.private import is_iterator
+from midepoch.reading.sessions import IteratorSession
 from midepoch.samplers import length_of
 from midepoch.world import World
 

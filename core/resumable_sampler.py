@@ -12,7 +12,8 @@ from .loader.adapter import Adapter, Options, Run, Session
 from .loader.capabilities import Capabilities, Capability
 from .loader.loader import Loader
 from .order import MAXIMUM_SIZE, Endless, Order, Sequential, Shuffled
-from .reading.indexed import IteratorSession, map_requests
+from .reading.indexed import map_requests
+from .reading.sessions import IteratorSession
 from .samplers import OrderedSampler, SamplerSpec
 from .state.format import reseal
 from .world import Share, Tail, World

@@ -21,7 +21,7 @@ from .loader.adapter import Adapter, Options
 from .loader.course import Pass
 from .loader.loader import Loader, when_used_by
 from .reading.around import Around
-from .reading.indexed import never_draws
+from .reading.collating import never_draws
 from .reading.private import end_early_workers, is_iterator
 from .samplers import interpret_as_parent
 from .world import Tail, World

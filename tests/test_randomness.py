@@ -32,7 +32,7 @@ from midepoch.loader.loader import Loader
 from midepoch.order.keys import derive_key, derive_keys, extend_key, mix
 from midepoch.randomness.globals import GlobalGenerators
 from midepoch.randomness.streams import Streams
-from midepoch.reading.indexed import draws_nothing
+from midepoch.reading.collating import draws_nothing
 
 MASK = (1 << 64) - 1
 

@@ -13,7 +13,7 @@ from midepoch.errors import MidepochError, SourceError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Seen, Session
 from midepoch.loader.capabilities import Capabilities, Capability
-from midepoch.reading.indexed import WitnessRequest
+from midepoch.reading.sessions import WitnessRequest
 from midepoch.reading.stored import seen_as_stored
 from midepoch.world import Share, World
 

@@ -22,9 +22,10 @@ from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.lending import LENDS
 from midepoch.order import MAXIMUM_SIZE, Endless
 from midepoch.order.keys import derive_key
-from midepoch.reading.indexed import IteratorSession, MapReader, Samples, map_requests, unchanged
+from midepoch.reading.indexed import MapReader, Samples, map_requests, unchanged
 from midepoch.reading.iterables import IterableLoaderAdapter
 from midepoch.reading.private import iterates_as_torch
+from midepoch.reading.sessions import IteratorSession
 from midepoch.reading.workers import Server
 from midepoch.samplers import MaterializedOrder, SamplerSpec, interpret_sampler, length_of
 from midepoch.sharding import check_sharding

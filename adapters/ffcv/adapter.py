@@ -23,7 +23,8 @@ from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
 from midepoch.order.keys import derive_key, derive_keys, extend_key
 from midepoch.randomness.streams import Purpose, Streams
-from midepoch.reading.indexed import WitnessRequest, spans
+from midepoch.reading.indexed import spans
+from midepoch.reading.sessions import WitnessRequest
 from midepoch.reading.stored import seen_as_stored
 from midepoch.world import World
 

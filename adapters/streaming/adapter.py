@@ -28,8 +28,9 @@ from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
-from midepoch.reading.indexed import FirstBatch, SeeingSession, draws_nothing
+from midepoch.reading.collating import draws_nothing
 from midepoch.reading.private import alive, keep_iterator, kept_iterator, shut_down
+from midepoch.reading.sessions import FirstBatch, SeeingSession
 from midepoch.reading.workers import WorkerAnswers, raise_if_worker_died, workers_outlive_signals
 from midepoch.world import World
 

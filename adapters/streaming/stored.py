@@ -14,7 +14,7 @@ from streaming import StreamingDataset
 
 from midepoch.adapters.streaming import private
 from midepoch.loader.adapter import Seen
-from midepoch.reading.indexed import WitnessRequest
+from midepoch.reading.sessions import WitnessRequest
 from midepoch.reading.stored import MOST_STORED, seen_as_stored
 from midepoch.state.witness import Witness, summary_of
 

@@ -18,7 +18,8 @@ from midepoch.loader.capabilities import Capabilities
 from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose
-from midepoch.reading.indexed import SeeingSession, spans
+from midepoch.reading.indexed import spans
+from midepoch.reading.sessions import SeeingSession
 from midepoch.reading.workers import Server
 from midepoch.world import Share, World
 

@@ -21,7 +21,7 @@ from midepoch.loader.adapter import Run, Seen
 from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
 from midepoch.order.keys import derive_key, derive_keys
 from midepoch.randomness.streams import Purpose, Streams
-from midepoch.reading.indexed import FirstBatch, WitnessRequest
+from midepoch.reading.sessions import FirstBatch, WitnessRequest
 from midepoch.reading.stored import seen_as_stored
 from midepoch.reading.tar import parse_members
 

@@ -29,7 +29,8 @@ from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
 from ..samplers import MaterializedEpoch, MaterializedOrder
 from ..trying import Finding
-from .indexed import as_list, draws_nothing, spans
+from .collating import draws_nothing
+from .indexed import as_list, spans
 from .private import is_place_holder
 from .units import Units
 

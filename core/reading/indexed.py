@@ -7,21 +7,18 @@ request, the batch is the same.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
-import torch
-from torch.utils.data import StackDataset, Subset, default_collate, default_convert
-from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data import StackDataset, Subset
 
 from ..errors import SourceError
-from ..loader.adapter import Run, Seen, Session
+from ..loader.adapter import Run, Seen
 from ..order import EpochOrder
 from ..order.keys import derive_key, derive_keys, extend_key
 from ..randomness.streams import Purpose, Streams
@@ -29,150 +26,13 @@ from ..samplers import MaterializedEpoch
 from ..state.witness import SampleSummary, is_inert, summary_of
 from ..trying import CallTrial
 from ..world import MicroShare, Share
+from .collating import draws_nothing, keeps_nothing
+from .sessions import FirstBatch, WitnessRequest
 
-__all__ = [
-    "FirstBatch",
-    "IteratorSession",
-    "MapReader",
-    "MapRequest",
-    "Samples",
-    "SeeingSession",
-    "WitnessRequest",
-    "as_list",
-    "draws_nothing",
-    "keeps_nothing",
-    "map_requests",
-    "never_draws",
-    "reads_whole_batches",
-    "spans",
-    "unchanged",
-]
+__all__ = ["MapReader", "MapRequest", "Samples", "as_list", "map_requests", "reads_whole_batches", "spans", "unchanged"]
 
 _KEY_BLOCK = 512
 _MOST_AHEAD = 2048  # indices of requests that are made in a row
-
-# Modules that register collate functions with torch's default_collate which are known to draw nothing.
-_drawless = {default_collate.__module__}
-
-
-class SeeingSession(Session):
-    """A session whose first answer may be a `FirstBatch`."""
-
-    def __init__(self) -> None:
-        self._seen: list[Seen] = []
-
-    def unwrapped(self, answers: Iterator[Any]) -> Iterator[Any]:
-        """The answers; of a `FirstBatch` the batch alone, while `seen` keeps the rest.
-
-        The iterator does not refer to the session: worker processes in a cycle would outlive a loader that is dropped.
-        Nor is it a generator: numpy's code, when it is called within one, leaves there what `except` is handling, and
-        so would keep the frames of whoever begins a pass in `except StopIteration`.
-        """
-        first = map(functools.partial(_unwrapped, self._seen), itertools.islice(answers, 1))
-        return itertools.chain(first, answers)
-
-    @property
-    def seen(self) -> Seen | None:  # type: ignore[override]
-        """What the reader saw of the samples that the run asked to look at."""
-        return self._seen[0] if self._seen else None
-
-
-class IteratorSession(SeeingSession):
-    """A session that hands out an iterator's batches as they are.
-
-    Args:
-        answers: the batches.
-        detail: the same throughout the epoch: the CRC of the epoch's list, if the order is listed.
-        following: the detail with which the next epoch begins.
-        close: releases what the iterator holds.
-        error: raised once after the batches, in place of their end.
-    """
-
-    def __init__(
-        self,
-        answers: Iterator[Any],
-        detail: str = "",
-        following: str = "",
-        close: Callable[[], None] | None = None,
-        error: Exception | None = None,
-    ) -> None:
-        super().__init__()
-        answers = answers if error is None else itertools.chain(answers, map(_raised, (error,)))
-        self.take = self.unwrapped(answers).__next__
-        self._detail, self._following = detail, following
-        self._close, self._error = close, error
-
-    @property
-    def raises(self) -> Exception | None:
-        """The sampler's own, if it ended by one."""
-        return self._error
-
-    def detail(self, mark: Any) -> str:
-        """The same throughout the epoch."""
-        return self._detail
-
-    def following(self) -> str:
-        """Known from the start."""
-        return self._following
-
-    def close(self) -> None:
-        """Release what the iterator holds."""
-        self.take = iter(()).__next__
-        close, self._close = self._close, None
-        if close is not None:
-            close()
-
-
-def _unwrapped(seen: list[Seen], answer: Any) -> Any:
-    if type(answer) is FirstBatch:
-        seen.append(answer.seen)
-        return answer.batch
-    return answer
-
-
-def _raised(error: Exception) -> NoReturn:
-    raise error
-
-
-def _like(index: Any, number: int) -> Any:
-    """An index of the same type as another: a sample may hold the index that it was asked for."""
-    with contextlib.suppress(OverflowError, RuntimeError, ValueError):  # an edited state names what that type has not
-        if isinstance(index, np.integer):
-            return type(index)(number)
-        if isinstance(index, torch.Tensor):
-            return torch.tensor(number, dtype=index.dtype)
-    return number
-
-
-class WitnessRequest(NamedTuple):
-    """Samples to look at when a batch is read.
-
-    Attributes:
-        index: of the first sample of the epoch.
-        twice: look at it before the batch and after.
-        expected: (epoch, index) of another epoch's first sample to look at; None if there is none.
-    """
-
-    index: Any
-    twice: bool
-    expected: tuple[int, Any] | None
-
-    @classmethod
-    def of(cls, run: Run, index: Any) -> WitnessRequest | None:
-        """What a run asks for; None if nothing. `index`: of the first sample of its epoch."""
-        if not run.looks:
-            return None
-        expects = run.expects
-        if expects is None or expects.index is None or (expects.epoch, expects.index) == (run.epoch, index):
-            return cls(index, run.looks > 1, None)
-        return cls(index, run.looks > 1, (expects.epoch, _like(index, expects.index)))
-
-
-class FirstBatch(NamedTuple):
-    """The answer to a request with a `WitnessRequest`."""
-
-    batch: Any
-    seen: Seen
 
 
 class MapRequest(NamedTuple):
@@ -472,29 +332,6 @@ class MapReader:
             self._key_block = derive_keys(self._sample_key, positions).tolist()
             self._key_block_start, place = start, 0
         return self._key_block[place : place + count]
-
-
-def never_draws(module: str) -> None:
-    """Declare that the collate functions which `module` registers with torch's ``default_collate`` draw nothing.
-
-    A package may register some when it is imported. If they are unknown, every loader of the process then seeds all
-    generators for each batch.
-    """
-    _drawless.add(module)
-
-
-def keeps_nothing(collate: Callable[[Any], Any]) -> bool:
-    """Whether `collate` is one of torch's own functions or of midepoch's."""
-    own = getattr(collate, "__module__", None) or ""
-    return collate is default_convert or collate is default_collate or own.partition(".")[0] == "midepoch"
-
-
-def draws_nothing(collate: Callable[[Any], Any]) -> bool:
-    """Whether `collate` is one of torch's own functions, and no unknown function is registered with it."""
-    if collate is default_convert:
-        return True
-    modules = map(operator.attrgetter("__module__"), default_collate_fn_map.values())
-    return collate is default_collate and _drawless.issuperset(modules)
 
 
 def reads_whole_batches(dataset: Any) -> bool:

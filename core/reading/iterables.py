@@ -27,8 +27,9 @@ from ..samplers import SamplerSpec, interpret_sampler, length_of
 from ..sharding import check_sharding
 from ..trying import Finding
 from ..world import World
+from .collating import keeps_nothing
 from .driven import AloneReader, Driven, DrivenReader, driven_requests, exposed_samplers
-from .indexed import keeps_nothing, unchanged
+from .indexed import unchanged
 from .private import sent_error
 from .replay import Chain, End, Found, Open, Replayed, ReplayReader, ReplayRequest
 from .units import Units

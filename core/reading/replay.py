@@ -15,8 +15,8 @@ from ..randomness.streams import Purpose, Streams
 from ..state.digest import checksum_of
 from ..trying import CallTrial, Copied, Finding, copy_of, tried_on_copy
 from ..world import Share, Tail, World
+from .collating import draws_nothing, keeps_nothing
 from .driven import RAW, raw_copy
-from .indexed import draws_nothing, keeps_nothing
 from .private import caught
 from .units import Units
 

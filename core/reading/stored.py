@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ..loader.adapter import Seen
 from ..state.witness import SampleSummary, summary_of
-from .indexed import WitnessRequest
+from .sessions import WitnessRequest
 
 __all__ = ["MOST_STORED", "file_as_stored", "seen_as_stored"]
 

@@ -10,15 +10,15 @@ from midepoch import Capabilities
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.order import Shuffled
-from midepoch.reading.indexed import IteratorSession, map_requests, unchanged
+from midepoch.reading.indexed import map_requests, unchanged
+from midepoch.reading.sessions import IteratorSession
 
 
 class Rows:
     """The backend: batches of rows of a .npy file, in a random order, from the beginning each time."""
 
     def __init__(self, path: str, batch_size: int) -> None:
-        self.rows = np.load(path, mmap_mode="r")
-        self.batch_size = batch_size
+        self.rows, self.batch_size = np.load(path, mmap_mode="r"), batch_size
 
     def __iter__(self) -> Any:
         order = np.random.permutation(len(self.rows))

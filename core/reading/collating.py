@@ -1,0 +1,38 @@
+"""What is known of collate functions."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import default_collate, default_convert
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+__all__ = ["draws_nothing", "keeps_nothing", "never_draws"]
+
+# Modules that register collate functions with torch's default_collate which are known to draw nothing.
+_drawless = {default_collate.__module__}
+
+
+def never_draws(module: str) -> None:
+    """Declare that the collate functions which `module` registers with torch's ``default_collate`` draw nothing.
+
+    A package may register some when it is imported. If they are unknown, every loader of the process then seeds all
+    generators for each batch.
+    """
+    _drawless.add(module)
+
+
+def keeps_nothing(collate: Callable[[Any], Any]) -> bool:
+    """Whether `collate` is one of torch's own functions or of midepoch's."""
+    own = getattr(collate, "__module__", None) or ""
+    return collate is default_convert or collate is default_collate or own.partition(".")[0] == "midepoch"
+
+
+def draws_nothing(collate: Callable[[Any], Any]) -> bool:
+    """Whether `collate` is one of torch's own functions, and no unknown function is registered with it."""
+    if collate is default_convert:
+        return True
+    modules = map(operator.attrgetter("__module__"), default_collate_fn_map.values())
+    return collate is default_collate and _drawless.issuperset(modules)
