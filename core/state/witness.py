@@ -1,4 +1,4 @@
-"""What one sample looked like, in at most 160 characters: enough to tell another sample from other bits of the same.
+"""What one sample looked like, in at most 128 characters: enough to tell another sample from other bits of the same.
 
 A witness is compared in another process, perhaps on another machine with another decoder. So what no decoder computes
 is *exact*: types, dtypes and shapes, text, Python's integers and booleans, arrays of booleans and of 32- or 64-bit
@@ -29,7 +29,7 @@ from .digest import Part, Unseen, data_of, is_inert, parts_of, text_of
 
 __all__ = ["LONGEST", "SampleSummary", "Witness", "is_inert", "of_another_sample", "summary_of"]
 
-LONGEST = 160
+LONGEST = 128
 """Characters of a witness."""
 
 _MOST_PARTS = 256  # of a sample; the last stands for all further ones
