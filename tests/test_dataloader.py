@@ -611,19 +611,19 @@ def test_a_state_from_before_the_draws_varied_loads_in_the_same_process() -> Non
 
 def test_draws_that_vary_are_admitted() -> None:
     loader = midepoch.wrap(sources.Rejecting(20, rejected("from the start")), seed=5)
-    assert "tried when reading begins" in loader.capabilities.constant_time_resume.reason
-    next(iter(loader))
+    assert loader.capabilities.constant_time_resume and loader.capabilities.exact_order.believed
+    with pytest.warns(midepoch.MidepochWarning, match=r"Rejecting drew \d+ indices"):
+        sources.taken(loader, 3)
     assert not loader.capabilities.constant_time_resume
-    assert "constant number" in loader.capabilities.constant_time_resume.reason
+    assert "indices from a sampler for sample" in loader.capabilities.constant_time_resume.reason
 
 
 def test_draws_that_vary_in_workers_or_ranks_are_named() -> None:
-    at_once, later = rejected("from the start"), rejected("later")
-    with midepoch.wrap(DataLoader(sources.Rejecting(20, later), num_workers=2), seed=5) as loader:  # noqa: SIM117
-        with pytest.raises(SourceError, match=r"Rejecting drew \d+ indices.*shard=True"):
-            sources.taken(loader)
-    with pytest.raises(UnsupportedSourceError, match="shard=True"):
-        sources.taken(midepoch.wrap(DataLoader(sources.Rejecting(20, at_once), num_workers=2), seed=5))
+    later = rejected("later")
+    for numbers in (rejected("from the start"), later):
+        with midepoch.wrap(DataLoader(sources.Rejecting(20, numbers), num_workers=2), seed=5) as loader:  # noqa: SIM117
+            with pytest.raises(SourceError, match=r"Rejecting drew \d+ indices.*shard=True"):
+                sources.taken(loader)
     with pytest.raises(SourceError, match=r"Rejecting drew"):
         sources.taken(midepoch.wrap(sources.Rejecting(20, later), seed=5, world=World(0, 2)))
 
@@ -665,7 +665,7 @@ def test_iterators_of_iterators_are_driven() -> None:
 
 def test_a_dataset_that_shares_its_sampler_among_workers_is_named() -> None:
     with midepoch.wrap(DataLoader(sources.SharingItsSampler(20), num_workers=2), seed=5) as loader:  # noqa: SIM117
-        with pytest.raises(UnsupportedSourceError, match=r"SharingItsSampler.*shard=False"):
+        with pytest.raises(SourceError, match=r"SharingItsSampler drew 2 indices.*shard=False"):
             sources.taken(loader)
     # Left to it, every worker reads a stream of its own.
     dataset = sources.SharingItsSampler(20)

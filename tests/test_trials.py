@@ -1,4 +1,4 @@
-"""What an iterable promises is tried when reading begins, on a copy, and what fails is told at once."""
+"""What a job tries of users' code, once, on a copy; and what only `midepoch check` finds."""
 
 from __future__ import annotations
 
