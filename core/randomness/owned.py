@@ -169,7 +169,8 @@ def _attributes(value: Any, kind: type) -> list[tuple[str, Any]]:
         attributes = {}
     found: list[tuple[str, Any]] = []
     for name, child in list(attributes.items()) if isinstance(attributes, dict) else ():
-        found.append((f".{name}", child))
+        if not name.startswith("_midepoch"):  # what is ours, such as the loader of a `StatefulIterable`
+            found.append((f".{name}", child))
     for name, slot in _slots(kind):
         try:
             found.append((f".{name}", slot.__get__(value)))

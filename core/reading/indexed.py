@@ -309,6 +309,8 @@ class MapReader:
             samples = dataset.__getitems__(indices)
         elif start is None:
             samples = list(map(operator.getitem, itertools.repeat(dataset), indices))
+            if len(samples) < len(indices):  # a StopIteration of the dataset's own ends `map`
+                raise StopIteration
         else:
             samples = []
             for key, index in zip(self._keys(request), indices, strict=True):
