@@ -665,7 +665,7 @@ class Wrapped(Peer):
     def forge(self, spec: Spec, batches: int) -> Any:
         loader = self.source(spec)
         units = -(-loader.state_dict()["size"] // len(loader))  # of the position, in a batch
-        if batches:  # a batch is taken, since DALI has more to tell after one than after a jump
+        if batches:
             loader.seek(position=(batches - 1) * units)
             next(iter(loader))
         state = loader.state_dict()
@@ -688,6 +688,14 @@ class WrappedDali(Wrapped, Dali):
 
     def bare(self, spec: Spec) -> Any:
         return self.iterator(spec, enable_checkpointing=True)  # so that midepoch need not build it once more
+
+    def forge(self, spec: Spec, batches: int) -> Any:
+        loader = self.source(spec)
+        for _ in zip(range(batches), loader, strict=False):  # only reading leads DALI's own readers there
+            pass
+        state = loader.state_dict()
+        close(loader)
+        return state
 
 
 class WrappedFfcv(Wrapped, Ffcv):
