@@ -311,7 +311,7 @@ class StatefulAdapter(Adapter):
 
     @property
     def is_of_unknown_kind(self) -> bool:
-        """Whether nobody has tried how such a source reports what it has loaded."""
+        """Whether it is of no package that an adapter is written for."""
         return type(self) is StatefulAdapter
 
     # --- what differs between sources ---
