@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from .attributes import directly_held
 from .errors import UnsupportedSourceError
 from .loader.adapter import Adapter, Options
-from .loader.course import Pass
 from .loader.loader import Loader, when_used_by
+from .loader.progress import Pass
 from .reading.around import Around
 from .reading.collating import never_draws
 from .reading.private import end_early_workers, is_iterator

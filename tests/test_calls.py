@@ -64,8 +64,8 @@ def test_a_steady_batch_takes_few_calls() -> None:
         mean = sum(map(Counter.total, steady)) / len(steady)
         assert mean <= 14, steady[0]
         # Commits, worlds that change and global batches of several steps cost a loader without them nothing.
-        rules = {"course.py:__next__": 1, "cursor.py:handed_out": 1}
-        files = ("course.py", "cursor.py", "loader.py", "world.py")
+        rules = {"progress.py:__next__": 1, "reading.py:count": 1}
+        files = ("progress.py", "reading.py", "loader.py", "world.py")
         for each in steady:
             assert {name: count for name, count in each.items() if name.startswith(files)} == rules
         assert first.total() <= most, first

@@ -295,10 +295,7 @@ def test_peeking_everywhere_keeps_the_place(make: Callable[[], Loader]) -> None:
         assert place(loader) == before
         next(batches)
         after = place(loader)
-        if after[0] == 0:  # the length is unknown
-            with pytest.raises(StopIteration):
-                loader.peek()
-        else:
+        with pytest.raises(StopIteration):
             loader.peek()
         assert place(loader) == after
         assert next(batches, None) is None
@@ -306,14 +303,17 @@ def test_peeking_everywhere_keeps_the_place(make: Callable[[], Loader]) -> None:
         assert loader.epoch == 1
 
 
-def test_peek_after_the_last_batch_shows_the_next_epoch() -> None:
+def test_peek_after_the_end_of_a_pass_shows_the_next_epoch() -> None:
     first, second = epochs(shuffled, 2)
     loader = shuffled()
     batches = iter(loader)
     assert [sources.plain(next(batches)) for _ in range(6)] == first
-    assert sources.plain(loader.peek()) == second[0]
+    with pytest.raises(StopIteration):
+        loader.peek()  # of the pass that has given its last batch
     assert place(loader) == (1, 0)
     assert next(batches, None) is None
+    assert sources.plain(loader.peek()) == second[0]
+    assert place(loader) == (1, 0)
     assert sources.taken(loader) == second
 
 

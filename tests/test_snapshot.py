@@ -995,7 +995,8 @@ def test_a_step_between_saves_calls_nothing(tmp_path: Path) -> None:
     with Snapshot(tmp_path / "snapshot.pt", every=1000, data=loader) as snapshot:
         for epoch in snapshot.epochs(2):
             for number, _ in enumerate(itertools.islice(loader, 3)):
-                assert calls(snapshot.step) == 2 or (epoch, number) == (0, 0)  # itself, and the end of the count
+                # Itself, and the end of the count. The first step of a pass looks at the passes of the body.
+                assert calls(snapshot.step) == 2 or number == 0, epoch
 
 
 @pytest.mark.parametrize("taken", [pytest.param(0, marks=pytest.mark.long), 2])

@@ -16,6 +16,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -23,23 +24,13 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ..errors import MidepochError, SnapshotError, StateError, warn
-from ..loader.bodies import (
-    RUNNING,
-    Passes,
-    bring_together,
-    check_epochs,
-    no_pass_is_read,
-    only_the_rest_is_left,
-    tell_of_done,
-    tell_of_flight,
-)
-from ..loader.cursor import Cursor
+from ..loader.body import RUNNING, Body, Record, check_epochs, warn_of_done
 from ..loader.lending import loader_of
 from ..loader.loader import Loader
 from ..loader.saving import state_or_that_of_now
 from ..order.keys import derive_key
 from ..state.parts import is_rank_independent, join_states, warn_of_witnesses
-from .bodies import Bodies
+from .body_record import BodyRecord
 from .files import FORMAT, Found, SnapshotFile, cure_of, find, read, release_files
 from .generators import check_generators, save_generators, seed_generators, set_generators
 from .parts import check_fits, kinds_of, merge, sharded
@@ -58,7 +49,7 @@ class _Contribution(NamedTuple):
 
     loaders: dict[str, Any]
     generators: str
-    bodies: Bodies
+    body: BodyRecord
     problem: str
 
 
@@ -133,22 +124,18 @@ class Snapshot:
         self.steps = 0
         self._parts = merge(parts, keywords)
         self._every, self._exit_status = every, exit_status
-        self._reads_ahead = False  # a step has told of batches in flight, in this body or before
-        self._ahead: list[str] = []  # the loaders that are read ahead
         self._file = SnapshotFile(self.path, keep)
         self._agreement = Agreement(group)
-        self._outlived: set[str] = set()  # loaders whose iterators, first read in the last body, were kept at its end
-        self._dropped: set[str] = set()  # loaders of which a resumed body has not read the rest of a pass
-        self._told_of_iterators: set[str] = set()  # loaders
-        self._read_on: list[tuple[str, Cursor, int]] = []  # passes, and where they stood at the latest `save` in a body
+        self._warned_of_iterators: set[str] = set()  # loaders
+        self._read_at_save: tuple[str, int] | None = None  # the loader whose pass `save` took for one that is read
         self._other_witnesses: set[str] = set()  # loaders whose ranks do not see the same data, as was said
         self._due = 0  # the step at which `step` does more than count
         self._was_loaded = False
-        self._resumed: Bodies | None = None  # of the loaded snapshot, until a body has begun
+        self._resumed: BodyRecord | None = None  # of the loaded snapshot, until a body has begun
         self._epoch: int | None = None  # of the `epochs` loop
-        self._passes: dict[str, Passes] = {}  # in the body that is running, by loader
-        self._left: dict[str, bool] = {}  # loaders that stand where an earlier body has left them, as in Bodies
-        self._in_body = self._owes_a_save = self._told_of_put_off = False
+        self._body: Body | None = None  # that is running
+        self._before = Record()  # of the loaders that are where an earlier body has left them, and read ahead
+        self._owes_a_save = self._told_of_put_off = False
         self._body_was_left = self._stays = False  # before its end, by the loop; what `poll` has left with
         self._polling, self._polls = Agreement(group), 0
         # A whole run may be in an `except` clause. The exception's attributes stand for it: unlike itself they keep no
@@ -190,21 +177,25 @@ class Snapshot:
                 intact.
         """
         self.steps += 1
-        if in_flight or self._reads_ahead:
-            self._reads_ahead = True
-            tell_of_flight(self._passes.values(), in_flight)
+        body = self._body
+        if body is not None:
+            body.clock += 1
+            body.previous, body.now = body.now, body.clock
+            if in_flight or body.looks:
+                body.look(in_flight)
         if self.steps >= self._due:
             self._act(in_flight)
 
     def _act(self, in_flight: int) -> None:
         ranks, agreement = self._agreement.ranks(), self._agreement
-        if self._resumed is not None and not self._in_body:
+        if self._resumed is not None and self._body is None:
             self._tell_of_missing_body(self._resumed)
         stop = bool(self._signals.received)
         if ranks.size > 1:
             stop = agreement.should_stop(ranks, self.steps, stop, f"calls step() for step {self.steps}")
         is_due = self._owes_a_save or (self._every is not None and self.steps % self._every == 0)
-        if is_due and not stop and not in_flight and self._is_behind_the_passes:
+        body = self._body
+        if is_due and not stop and not in_flight and body is not None and body.only_the_rest_is_left:
             # A run that resumed here would have nothing to train on in this epoch. The body's end is a better place.
             self._owes_a_save = True
         elif stop or is_due:
@@ -280,39 +271,45 @@ class Snapshot:
             SnapshotError, StateError: as `load`, when the first epoch is asked for.
         """
         check_epochs(n)
-        if self._in_body:
+        if self._body is not None:
             raise MidepochError(RUNNING)
         return self._each_epoch(n)
 
     def _each_epoch(self, n: int) -> Iterator[int]:
-        if self._in_body:
+        if self._body is not None:
             raise MidepochError(RUNNING)
         if not self._was_loaded:
             self._load()
-        resumed: Bodies | None = self._resumed or Bodies()
-        epoch = self._epoch if self._epoch is not None else resumed and resumed.epoch
+        resumed: BodyRecord | None = self._resumed or BodyRecord()
+        if self._resumed is not None and self._resumed.passes.unknown:
+            raise SnapshotError(
+                f"the body that was left cannot be resumed: {self._resumed.passes.unknown}. Start this process again, "
+                "which resumes from the snapshot, and read the loaders as one, with midepoch.combine"
+            )
+        epoch = self._epoch if self._epoch is not None else (self._resumed or BodyRecord()).epoch
         if epoch is None:
             epoch = next((loader.epoch for loader in self._loaders().values()), 0)
         if epoch > n:
-            tell_of_done(n, epoch)
+            warn_of_done(n, epoch)
+        before: Body | None = None
         try:
             while epoch < n:
                 self._tell_of_left_body("going on")
-                self._begin_body(epoch, resumed)
+                before = self._begin_body(epoch, None if resumed is None else resumed.passes, before)
                 self._resumed = None  # not before: a later loop goes on there if this one runs nothing
                 yield epoch
                 epoch, resumed = epoch + 1, None
-                self._end_body(epoch, last=epoch == n)
+                self._end_body(epoch)
         finally:
-            if self._in_body:  # the loop was left; another one continues there
-                self._resumed = Bodies.of(self._epoch, self._passes, interrupted=True)
+            if self._body is not None:  # the loop was left; another one continues there
+                self._resumed = BodyRecord(self._epoch, self._body.record(interrupted=True))
                 self._body_was_left = True
                 if self._owes_a_save and not self._stays:
                     what = "the body of epoch %s was left before its end, to which a save was put off: %s is unchanged"
                     _logger.warning(what, self._epoch, self.path)
-            self._forget_body()
+            self._body = self._read_at_save = None
             for loader in self._loaders().values():
-                loader._course.passes = None
+                loader._progress.body = None
 
     def _tell_of_left_body(self, what: str) -> None:
         """Say once what becomes of a body that the loop has left. `what`: who goes on."""
@@ -328,47 +325,42 @@ class Snapshot:
 
     def _rest_of_passes(self) -> str:
         """Which passes go on in the body that the loop has left, for a message. They may have been left on purpose."""
-        bodies = self._resumed or Bodies()
-        going = [name for name in bodies.whole if name not in bodies.left]
+        going = [] if self._resumed is None else self._resumed.passes.open
         return f"what is left of the passes over {' and '.join(going)}, and with " if going else ""
-
-    def _forget_body(self) -> None:
-        for each in self._passes.values():
-            each.forget()
-        self._in_body, self._passes, self._read_on = False, {}, []
 
     def _loaders(self) -> dict[str, Loader]:
         found = {name: loader_of(part) for name, part in self._parts.items()}
         return {name: loader for name, loader in found.items() if loader is not None}
 
-    def _begin_body(self, epoch: int, resumed: Bodies | None) -> None:
+    def _begin_body(self, epoch: int, resumed: Record | None, before: Body | None) -> Body:
         loaders = self._loaders()
-        if any(loader._course.passes is not None for loader in loaders.values()):
+        if any(loader._progress.body is not None for loader in loaders.values()):
             raise MidepochError(RUNNING)
-        before = Bodies(left=self._left, ahead=self._ahead) if resumed is None else resumed
-        self._reads_ahead = bool(before.ahead)
-        passes = [before.passes(name) for name in loaders]
-        bring_together(passes)
-        for (name, loader), each in zip(loaders.items(), passes, strict=True):
-            loader._course.enter_body(each, None if resumed is None else name not in resumed.left)
-        self._in_body, self._epoch, self._passes = True, epoch, dict(zip(loaders, passes, strict=True))
-        self._body_was_left = False
+        progress = {name: loader._progress for name, loader in loaders.items()}
+        body = Body(progress, self._before if resumed is None else resumed, before)
+        for name, each in progress.items():
+            each.enter_body(body, name, None if resumed is None else name not in resumed.left)
+        self._epoch, self._body, self._body_was_left = epoch, body, False
+        return body
 
-    def _end_body(self, epoch: int, last: bool) -> None:
-        """The body has ended, and `epoch` is next, if that was not the last. Save what was put off."""
-        ranks = self._agreement.ranks()
-        bodies = Bodies.of(epoch - 1, self._passes)._replace(ahead=())  # whether it reads ahead is each rank's own
-        where = f"is at the end of the body, after step {self.steps}, {bodies}"
+    def _end_body(self, epoch: int) -> None:
+        """The body has ended, and `epoch` is next. Save what was put off."""
+        body = self._body
+        assert body is not None  # that of the loop which calls this
+        self._warn_of_iterators(body)
+        self._warn_of_unread(body)
+        body.leave()
+        ranks, record = self._agreement.ranks(), BodyRecord(epoch - 1, replace(body.record(), ahead=[]))
+        where = f"is at the end of the body, after step {self.steps}, {record}"
         stop = self._agreement.should_stop(ranks, self.steps, bool(self._signals.received), where, now=True)
-        self._tell_of_iterators(last)
-        self._tell_of_unread()
-        going_on = [loader._leave_body() for loader in self._loaders().values()]
-        self._left = {name: False for name, each in self._passes.items() if each.stays}
-        self._ahead = [name for name, each in self._passes.items() if each.ahead]
-        self._forget_body()
+        going_on = [loader._progress.name for loader in self._loaders().values() if loader._leave_body()]
+        progress = {name: loader._progress for name, loader in self._loaders().items()}
+        left = [name for name, each in progress.items() if each.new_epoch and each.has_begun and each.latest() is None]
+        self._before = Record(left=left, ahead=sorted(body.ahead))
+        self._body = None
         self._epoch = epoch
-        # Python may free a pass that was left later on one rank than on another.
-        if self._agreement.meet(ranks, where, float(any(going_on)))[0]:
+        # An abandoned iterator may be freed later on one rank than on another.
+        if self._agreement.meet(ranks, where, float(bool(going_on)))[0]:
             # Nobody knows whether the next body goes on with that pass or begins another one; its first step will.
             self._owes_a_save = self._owes_a_save or stop
             self._due, self._agreement.next_step = 0, NEVER
@@ -377,47 +369,33 @@ class Snapshot:
             if stop:
                 self._tell_and_leave(ranks, f"saved {self.path} after epoch {epoch - 1}")
 
-    def _tell_of_iterators(self, last: bool) -> None:
-        """Warn of an iterator that was first read in a body and goes on in the next one.
+    def _warn_of_iterators(self, body: Body) -> None:
+        """Warn of an iterator that was first read in a body and is read on in a later one.
 
-        If a signal ends that first body, no one knows that it would go on: a zip with such an iterator looks the same.
-        Then the rest of its epoch was dropped, which is told at the end of the loop, too, if the iterator is kept.
+        If a signal ends that first body, no one knows that it would continue: a zip with such an iterator looks alike.
         """
-        for name, each in self._passes.items():
-            goes_on = name in self._outlived and each.reads_on
-            if goes_on or (last and name in self._dropped and each.outlives):
-                self._dropped.discard(name)
-                if name not in self._told_of_iterators:
-                    self._told_of_iterators.add(name)
-                    warn(
-                        f"an iterator over {name} that was first read in the body of an epoch goes on after it. If a "
-                        "signal ends the run at the last batch of that body, the run that resumes begins a new epoch "
-                        f"of {name} instead: make the iterator before the loop over epochs, by iter({name}) and not in "
-                        f"a generator, and by iter({name}) again where it ends. If it is to end with the body, do not "
-                        "keep it in a variable",
-                    )
-            elif name in self._outlived or (each.ended and not each.awaits and not each.outlives):
-                self._dropped.discard(name)  # it had ended with its body
-            course = self._loaders()[name]._course
-            if each.awaits and not each.kept and course.has_begun and not course.is_over:
-                self._dropped.add(name)
-        self._outlived = {name for name, each in self._passes.items() if each.outlives}
-
-    def _tell_of_unread(self) -> None:
-        """Warn of a `save` that may have taken a pass that was left for one that is being read."""
-        for name, cursor, position in self._read_on:
-            if cursor is self._passes[name].cursor and self._passes[name].leading and cursor.position == position:
+        for name in body.read_on:
+            if name not in self._warned_of_iterators:
+                self._warned_of_iterators.add(name)
                 warn(
-                    f"save() saved in the middle of a pass over {name}. The body then read nothing more of that pass, "
-                    "but something still holds it (a variable, a progress bar). If your loop had left the pass before "
-                    "save(), a run that resumes there reads the rest of it: let only the loop hold the pass, and "
-                    "save() waits for the end of the body",
+                    f"an iterator over {name} that was first read in the body of an epoch goes on after it. If a "
+                    "signal ends the run at the last batch of that body, the run that resumes begins a new epoch "
+                    f"of {name} instead: make the iterator before the loop over epochs, by iter({name}) and not in "
+                    f"a generator, and by iter({name}) again where it ends. If it is to end with the body, do not "
+                    "keep it in a variable",
                 )
-        self._read_on = []
 
-    @property
-    def _is_behind_the_passes(self) -> bool:
-        return self._in_body and only_the_rest_is_left(self._passes.values())
+    def _warn_of_unread(self, body: Body) -> None:
+        """Warn of a `save` that may have taken a pass that was left for one that is being read."""
+        lead = body.lead
+        if lead is not None and self._read_at_save == (lead.name, lead.took):
+            warn(
+                f"save() saved in the middle of a pass over {lead.name}. The body then read nothing more of that pass, "
+                "but something still holds it (a variable, a progress bar). If your loop had left the pass before "
+                "save(), a run that resumes there reads the rest of it: let only the loop hold the pass, and "
+                "save() waits for the end of the body",
+            )
+        self._read_at_save = None
 
     # --- saving ---
 
@@ -442,10 +420,10 @@ class Snapshot:
             SnapshotError: it could not be saved. Raised on every process, with the reason. The previous one is intact.
         """
         handled = self._handled()
-        if self._stays or (self._signals.kept and (self._in_body or self._body_was_left)):
+        if self._stays or (self._signals.kept and (self._body is not None or self._body_was_left)):
             return  # `step` has saved the place at which this process leaves
         try:
-            if self._in_body and self._waits_for_the_end(in_flight):
+            if self._body is not None and self._waits_for_the_end(in_flight):
                 self._put_off(handled is not None)
                 return
             self._tell_of_left_body("a run that resumes from this snapshot goes on")
@@ -460,13 +438,15 @@ class Snapshot:
 
     def _waits_for_the_end(self, in_flight: int) -> bool:
         """Whether a `save` in a body waits for its end, on all ranks alike."""
-        behind = no_pass_is_read(self._passes.values(), in_flight)
-        # Python may free a pass that was left later on one rank than on another.
+        body = self._body
+        assert body is not None  # callers check first
+        behind = body.waits_for_the_end(in_flight)
+        # An abandoned iterator may be freed later on one rank than on another.
         ranks, where = self._agreement.ranks(), f"calls save() after step {self.steps}"
         if self._agreement.meet(ranks, where, float(behind))[0]:
             return True
-        leading = {name: each.cursor for name, each in self._passes.items() if each.leading}
-        self._read_on = [(name, cursor, cursor.position) for name, cursor in leading.items() if cursor is not None]
+        if (lead := body.lead) is not None:
+            self._read_at_save = lead.name, lead.took
         return False
 
     def _put_off(self, on_the_way_out: bool) -> None:
@@ -515,46 +495,35 @@ class Snapshot:
         loaders: dict[str, Any] = {}
         name, handled = "the process", self._handled()
         try:
-            self._refuse_doubt(in_flight)
             for name, part in self._parts.items():
                 loader = loader_of(part)
                 if loader is None:
                     states[name] = part.state_dict()
                     continue
                 # In a body, a loader that is not being read, such as that of a validation, has no batch in flight.
-                taken = in_flight if name not in self._passes or self._passes[name].is_read(in_flight) else 0
-                if handled is None:
+                taken = in_flight if self._body is None else self._body.in_flight_of(name, in_flight)
+                if handled is None and not (self._body is not None and self._body.unknown):
                     states[name] = loaders[name] = loader.state_dict(taken)
                 else:
                     states[name] = loaders[name] = state_or_that_of_now(loader, taken)[0]
             ends = by_step and any(state["epoch"] and not state["position"] for state in loaders.values())
-            if self._in_body:
-                bodies = Bodies.of(self._epoch, self._passes, in_flight=in_flight)
+            if self._body is not None:
+                body = BodyRecord(self._epoch, self._body.record())
             else:
-                ends = ends and self._epoch is None
-                bodies = (self._resumed or Bodies(self._epoch, left=self._left, ahead=self._ahead))._replace(ends=ends)
-            return states, _Contribution(loaders, save_generators(), bodies, "")
+                body = replace(
+                    self._resumed or BodyRecord(self._epoch, self._before), ends=ends and self._epoch is None
+                )
+            return states, _Contribution(loaders, save_generators(), body, "")
         except Exception as error:  # noqa: BLE001  # the other ranks wait for this one, and must hear of it
             problem = f"{name} gave no state: {type(error).__name__}: {error}"
-            return states, _Contribution({}, "", Bodies(), problem)
-
-    def _refuse_doubt(self, in_flight: int) -> None:
-        """Raise SnapshotError if nobody knows whose batches are in flight."""
-        if not in_flight or any(each.leading for each in self._passes.values()):
-            return
-        for name, each in self._passes.items():
-            if each.may_fly:
-                raise SnapshotError(
-                    f"{name} and then another loader have come to their end since the last step, and in_flight="
-                    f"{in_flight} may concern either: read fewer batches ahead than a loader has"
-                )
+            return states, _Contribution({}, "", BodyRecord(), problem)
 
     def _content(self, states: dict[str, Any], offers: list[_Contribution]) -> dict[str, Any]:
         """The content that rank 0 writes, from its own states and all ranks' contributions."""
         for rank, offer in enumerate(offers):
             if offer.problem:
                 raise SnapshotError(f"on rank {rank}, {offer.problem}")
-        bodies = Bodies.joined([offer.bodies for offer in offers])
+        body = BodyRecord.joined([offer.body for offer in offers])
         for name in offers[0].loaders:
             of_all = [offer.loaders[name] for offer in offers]
             if not is_rank_independent(loader_of(self._parts[name])):
@@ -581,7 +550,7 @@ class Snapshot:
             "world_size": len(offers),
             "seed": torch.initial_seed() % (1 << 64),
             "generators": [offer.generators for offer in offers],
-            "bodies": bodies.as_content(),
+            "body": body.as_content(),
             "parts": states,
             "kinds": kinds_of(self._parts),
         }
@@ -602,7 +571,7 @@ class Snapshot:
 
         Warns with MidepochWarning if the snapshot was saved after an epoch's last batch, outside `epochs`.
         """
-        if self._in_body:
+        if self._body is not None:
             raise MidepochError(
                 "load() in the body of snapshot.epochs: leave the loop, call load(), and begin the loop again, which "
                 "goes on where the snapshot stands"
@@ -613,10 +582,10 @@ class Snapshot:
             self._tell_of_missing_body(resumed)
         return loaded
 
-    def _tell_of_missing_body(self, resumed: Bodies) -> None:
+    def _tell_of_missing_body(self, resumed: BodyRecord) -> None:
         """Warn that the program may leave out what followed the last batch of an epoch."""
         self._resumed = None
-        if resumed.ends or any(resumed.whole.values()):
+        if resumed.ends or any(resumed.passes.empty.values()):
             warn(
                 f"{self.path} was saved after the last batch of an epoch. If your loop did more in that epoch (a "
                 "validation, schedule.step()), the resumed run leaves it out: write `for epoch in snapshot.epochs(n):` "
@@ -664,12 +633,9 @@ class Snapshot:
             if told is not None:
                 raise SnapshotError(f"rank {rank} could not load {found.path}: {told}")
         self._apply(content)
-        loaders, bodies = self._loaders().values(), content["bodies"]
-        if bodies is None:
-            # Saved before there was such a record: it may have been by step().
-            self._resumed = Bodies(ends=any(not loader.position and loader.epoch for loader in loaders))
-        else:
-            self._resumed = bodies._replace(ends=bodies.ends or any(loader._course.is_over for loader in loaders))
+        record: BodyRecord = content["body"]
+        at_end = any(loader._progress.is_at_end for loader in self._loaders().values())
+        self._resumed = replace(record, ends=record.ends or at_end)
         if generators is not None:
             set_generators(generators)
         else:
@@ -677,7 +643,7 @@ class Snapshot:
             # any process that had this rank before.
             seed_generators(derive_key(_KEY, content["seed"], ranks.rank, content["steps"]))
         self.steps, self._agreement.next_step, self._due = content["steps"], NEVER, 0
-        self._epoch, self._left, self._ahead, self._owes_a_save = None, {}, [], False
+        self._epoch, self._before, self._owes_a_save = None, Record(), False
         self._body_was_left = False
         self._file.take_over(found)
         return True
@@ -695,7 +661,7 @@ class Snapshot:
                 f"{found.path} is not the file that rank 0 sees: put it on storage that all processes share"
             )
         check_fits(self._parts, content["parts"], content.get("kinds", {}))
-        content["bodies"] = Bodies.read(content.get("bodies"), content["parts"])
+        content["body"] = BodyRecord.read(content.get("body"), content["parts"])
         return content
 
     def _apply(self, content: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -176,7 +177,8 @@ class Together(_CombinedSession):
         """A batch of each part."""
         for part in self._first_peeked:
             if not part.pending:
-                part.peek()
+                with contextlib.suppress(StopIteration):  # that of a part that has ended comes below
+                    part.peek()
         while True:
             values, number = self._blank[:], -1
             try:

@@ -17,18 +17,20 @@ from ..errors import (
 from ..state.format import State
 from ..world import MicroShare, Share, World
 from .adapter import Adapter, Options
-from .bodies import RUNNING, Passes, check_epochs, tell_of_done
+from .body import RUNNING, Body, check_epochs, warn_of_done
 from .capabilities import Capabilities
-from .course import Came, Course, Pass
-from .cursor import Phase, place_before
 from .notebook import table
 from .place import Place
+from .progress import Pass, Progress
+from .reading import place_before
 from .setting import Setting
 from .source_attributes import BatchSamplerOfSource, SamplerOfSource, SourceAttribute, SourceDataset, refuse_change
 from .states import States
 from .witnesses import Witnesses
 
 __all__ = ["Loader", "when_used_by"]
+
+_ALONE = "the loader"  # its name in a body of its own
 
 _users: dict[str, Callable[[Any, FrameType], None]] = {}
 
@@ -64,7 +66,7 @@ class Loader:
         self._states = States(adapter, options)
         self._setting = Setting(adapter, options)
         self._witnesses = Witnesses(adapter, options)
-        self._course = Course(adapter, options, self._setting, self._witnesses)
+        self._progress = Progress(adapter, options, self._setting, self._witnesses)
         self._ahead = 0  # by how much the caller's numbers of epochs are greater than the loader's
         if options.on_error == "next" and not adapter.jumps:
             raise UnsupportedSourceError(
@@ -108,12 +110,12 @@ class Loader:
     @property
     def epoch(self) -> int:
         """The epoch of the next batch."""
-        return self._course.epoch
+        return self._progress.epoch
 
     @property
     def position(self) -> int:
         """Units of this epoch that all ranks together have received."""
-        return self._course.position
+        return self._progress.position
 
     @property
     def unit(self) -> Literal["sample", "batch"]:
@@ -134,7 +136,7 @@ class Loader:
     @property
     def batch_sampler(self) -> BatchSamplerOfSource:
         """The source's, as `sampler`. Raises when it is iterated: a loader rebuilt from its parts would not resume."""
-        return BatchSamplerOfSource(self, ("batch_sampler",), self.__len__, lambda: self._course.is_reading)
+        return BatchSamplerOfSource(self, ("batch_sampler",), self.__len__, lambda: self._progress.is_reading)
 
     @batch_sampler.setter
     def batch_sampler(self, value: object) -> NoReturn:
@@ -147,7 +149,7 @@ class Loader:
         Other attributes are those of the source's sampler. Set between two passes, they count from the next one on;
         within a pass, setting one raises MidepochError.
         """
-        return SamplerOfSource(self, ("sampler",), self._samples, lambda: self._course.is_reading)
+        return SamplerOfSource(self, ("sampler",), self._samples, lambda: self._progress.is_reading)
 
     @sampler.setter
     def sampler(self, value: object) -> NoReturn:
@@ -198,7 +200,7 @@ class Loader:
         Raises:
             TypeError: the source's length is not known.
         """
-        share = self._course.share(self._setting.world(), self.epoch, 0)
+        share = self._progress.share(self._setting.world(), self.epoch, 0)
         if share is not None:
             return share.steps
         length = self._adapter.stated_length()
@@ -216,7 +218,7 @@ class Loader:
     @property
     def batches_left(self) -> int:
         """Batches left in this epoch on this rank, at this world size. Raises TypeError if unknown."""
-        left = self._course.steps_left()
+        left = self._progress.steps_left()
         if left is None:
             raise self._no_length("use loader.position")
         return left
@@ -230,21 +232,22 @@ class Loader:
         empty). If the source's length is unknown, it is a lower bound. After a `break` it still refers to the abandoned
         epoch; the next pass starts at 0.
         """
-        course = self._course
-        if course.next_is_empty and not course.is_over:
+        progress = self._progress
+        if progress.next_is_empty and not progress.is_at_end:
             return 0  # the place is that of a later pass
-        share, left = course.share(self._setting.world(), self.epoch, 0), course.steps_left()
+        share, left = progress.share(self._setting.world(), self.epoch, 0), progress.steps_left()
         if share is not None and left is not None:
             return share.steps - left if left or self._continues_over else 0
-        if course.cursor.phase is Phase.EXHAUSTED:
+        if progress.has_ended:
             return 0
         return -(-self.position // self._adapter.units_per_step(self._setting.world()))
 
     @property
     def _continues_over(self) -> bool:
         """Whether the next pass is empty, because the body of its epoch goes on after its last batch."""
-        course = self._course
-        return course.next_is_empty or (course.passes is not None and course.came is Came.PUT and self.position > 0)
+        progress = self._progress
+        continues = progress.body is not None and not progress.new_epoch and self.position > 0
+        return progress.next_is_empty or continues
 
     @property
     def weight(self) -> float:
@@ -258,7 +261,7 @@ class Loader:
         Raises:
             UnsupportedSourceError: only reading tells how many samples the source's batches have.
         """
-        share, steps = self._course.last_given()
+        share, steps = self._progress.last_given()
         if not steps:
             return 1.0
         if share is None:
@@ -274,7 +277,7 @@ class Loader:
 
         Always, unless ``global_batch=`` was given.
         """
-        share, steps = self._course.last_given()
+        share, steps = self._progress.last_given()
         return not isinstance(share, MicroShare) or (steps > 0 and share.is_whole(steps))
 
     # --- state ---
@@ -291,19 +294,19 @@ class Loader:
         """
         if type(in_flight) is not int or in_flight < 0:
             raise ValueError(f"in_flight must be an int of at least 0, got {in_flight!r}")
-        committed = self._course.committed
+        committed = self._progress.committed
         if committed is not None:
             if in_flight:
                 raise MidepochError("commit() says which batches were trained on: leave in_flight out")
             return dict(committed)
-        if self._course.loaded is not None and not in_flight:
-            return dict(self._course.loaded)
-        return self._state_at(place_before(self._course.history, in_flight) if in_flight else self._course.here())
+        if self._progress.loaded is not None and not in_flight:
+            return dict(self._progress.loaded)
+        return self._state_at(place_before(self._progress.history, in_flight) if in_flight else self._progress.here())
 
     def _state_at(self, place: Place) -> State:
-        world = self._course.cursor.world if self._course.cursor.session is not None else None
-        world = world or self._setting.world()
-        self._course.refresh()
+        reading = self._progress.reading
+        world = self._setting.world() if reading is None else reading.run.world
+        self._progress.refresh()
         last_read = place.epoch if place.position else place.epoch - 1
         if why := self._adapter.unreachable(place.epoch, place.position, place.detail):
             warn(
@@ -322,11 +325,11 @@ class Loader:
         """
         checked, place = self._check_state(state)
         self._move(place, checked)
-        self._course.unfinished = checked["epoch"] if checked["position"] else None
+        self._progress.unfinished = checked["epoch"] if checked["position"] else None
         self._setting.take_seed(checked["seed"])
-        self._course.loaded = checked
+        self._progress.loaded = checked
         self._witnesses.load(checked["witness"])
-        self._course.refusal = None
+        self._progress.refusal = None
 
     def _check_state(self, state: State) -> tuple[State, Place]:
         """A copy of `state`, if this loader can continue from it, and its place."""
@@ -336,10 +339,10 @@ class Loader:
 
     def _move(self, place: Place, state: State | None = None) -> None:
         """Stand at `place`, which counts as committed where commits are used. `state`: its state, if that is known."""
-        committed = self._course.committed is not None
-        self._course.move(place)
+        committed = self._progress.committed is not None
+        self._progress.put(place)
         self._adapter.moved(place.detail)
-        self._course.keep(place, (state or self._state_at(place)) if committed else None)
+        self._progress.keep(place, (state or self._state_at(place)) if committed else None)
 
     def seek(self, epoch: int | None = None, position: int | None = None) -> None:
         """Go to another place, to skip bad data or to go back. Takes effect at the next ``next()``.
@@ -365,15 +368,15 @@ class Loader:
         size = self._adapter.size(self._setting.seed(world), epoch, world) if position else None
         if size is not None and position > size:
             raise ValueError(f"position must be at most the epoch's size {size}, got {position}")
-        ends = self._course.is_over and (epoch, position) == (self.epoch + 1, 0)  # where the source has led already
+        ends = self._progress.is_at_end and (epoch, position) == (self.epoch + 1, 0)  # where the source has led already
         begins = not position and self._adapter.begins_anew
         if not (self._adapter.can_seek or begins or ends):
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
         if size and position == size:
-            self._move(self._course.lead(epoch + 1, 0).before(size))
+            self._move(self._progress.lead(epoch + 1, 0).before(size))
         else:
-            self._move(self._course.lead(epoch, position))
-        self._ahead, self._course.refusal = 0, None
+            self._move(self._progress.lead(epoch, position))
+        self._ahead, self._progress.refusal = 0, None
 
     def set_epoch(self, epoch: int) -> None:
         """Trainers call this before each epoch. The current epoch changes nothing; a later one ends this one.
@@ -387,11 +390,11 @@ class Loader:
         if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch must be an int of at least 0, got {epoch!r}")
         _check_user(self, sys._getframe().f_back)
-        course = self._course
-        came, cursor = course.came, course.cursor_of_pass
+        progress = self._progress
+        fresh = progress.fresh
         if epoch == self.epoch:
             self._ahead = 0
-        elif (loaded := course.unfinished == self.epoch) or (course.passes is not None and course.passes.alone):
+        elif (loaded := progress.unfinished == self.epoch) or (progress.body is not None and progress.body.alone):
             if self._ahead != epoch - self.epoch:
                 self._ahead = epoch - self.epoch
                 warn(
@@ -403,12 +406,11 @@ class Loader:
                 )
             return
         epoch = max(epoch - self._ahead, 0)
-        if epoch > self.epoch or (epoch < self.epoch and came is Came.FRESH):
-            self._move(self._course.lead(epoch, 0))
-            if came is Came.FRESH:
-                self._course.came = came
-            if came is Came.READ and cursor.owned and cursor.phase is Phase.RUNNING:
-                cursor.phase = Phase.GIVEN  # its epoch is over
+        if epoch > self.epoch or (epoch < self.epoch and fresh):
+            if progress.new_epoch:
+                progress.end_pass()
+            self._move(progress.lead(epoch, 0))
+            progress.fresh = fresh
 
     # --- ranks that leave and join while training goes on ---
 
@@ -428,18 +430,17 @@ class Loader:
             raise TypeError(f"reshard takes a midepoch.World, got {world!r:.80}")
         self._check_reshard(world)
         adapter = self._adapter
-        if self._course.failed:
+        if self._progress.failed:
             raise MidepochError(
                 f"reshard() after a batch that could not be read, at position {self.position} of epoch {self.epoch}: "
                 "other ranks cannot know that this one passes over it; take its next batch first, or call rollback(), "
                 "after which the batch is tried again in the new world"
             )
-        self._course.here()  # raises if it is not known
-        self._course.close_session()
+        self._progress.here()  # raises if it is not known
+        self._progress.suspend()
         adapter.reshard(world)
         self._setting.resharded, self._setting.last = world, None
-        cursor = self._course.cursor_of_pass
-        self._course.ends_early = cursor.phase in (Phase.RUNNING, Phase.GIVEN) and cursor.owned
+        self._progress.ends_early = self._progress.has_pass
 
     def _check_reshard(self, world: World) -> None:
         """Raise an UnsupportedSourceError if this source cannot be shared by another world while it is read."""
@@ -471,18 +472,18 @@ class Loader:
             MidepochError: no batch was handed out since the last commit or load, or only a part of a global batch.
             StateError: the source cannot say where it stands.
         """
-        place = self._course.here()
-        if self._course.cursor.within:
+        place = self._progress.here()
+        if self._progress.within:
             raise MidepochError(
                 f"commit() within the global batch at position {place.position} of epoch {place.epoch}: call it when "
                 "loader.step_due"
             )
-        if place[:2] == self._course.origin[:2]:
+        if place[:2] == self._progress.origin[:2]:
             raise MidepochError(
                 f"nothing to commit: no batch was handed out since epoch {place.epoch}, position {place.position}; "
                 "call commit() once after each step"
             )
-        self._course.keep(place, self._state_at(place))
+        self._progress.keep(place, self._state_at(place))
 
     def rollback(self) -> None:
         """Give again the batches handed out since the last commit, or since the last load if there was no commit.
@@ -493,18 +494,18 @@ class Loader:
         Raises:
             MidepochError: in the body of `epochs`, which counts its passes. The loader is unchanged.
         """
-        if self._course.passes is not None:
+        if self._progress.body is not None:
             raise MidepochError(
                 "rollback() in the body of epochs(), which counts its passes: read in a loop of your own, as "
                 "docs/live.md shows"
             )
-        self._course.roll_back()
+        self._progress.roll_back()
 
     # --- iteration ---
 
     def __iter__(self) -> Iterator[Any]:
         _check_user(self, sys._getframe().f_back)
-        return Pass(self._course)
+        return Pass(self._progress)
 
     def peek(self) -> Any:
         """Return the next batch at the current place without taking it: the state does not move.
@@ -516,11 +517,11 @@ class Loader:
             StopIteration: nothing is left of this epoch, and its pass has not been told so (its length is unknown), or
                 its body has not ended.
         """
-        return self._course.peek()
+        return self._progress.peek()
 
     def close(self) -> None:
         """Stop worker processes and threads. The state stays; iterating again starts them again."""
-        self._course.close()
+        self._progress.close()
 
     def __enter__(self) -> Self:
         return self
@@ -536,8 +537,8 @@ class Loader:
         twin._ahead = self._ahead
         twin._setting = self._setting.of_twin(twin._adapter)
         twin._witnesses = self._witnesses.of_twin(twin._adapter)
-        twin._course = Course(twin._adapter, twin._options, twin._setting, twin._witnesses)
-        twin._course.start_as(self._course)
+        twin._progress = Progress(twin._adapter, twin._options, twin._setting, twin._witnesses)
+        twin._progress.start_as(self._progress)
         return twin
 
     # --- the body of an epoch ---
@@ -564,34 +565,35 @@ class Loader:
             MidepochError: such a loop is running already.
         """
         check_epochs(n)
-        if self._course.passes is not None:
+        if self._progress.body is not None:
             raise MidepochError(RUNNING)
         return self._each_epoch(n)
 
     def _leave_body(self, epoch: int | None = None) -> bool:
         """As `Course.leave_body`. What was committed at the end of its epoch is now the next one's beginning."""
-        course, committed = self._course, self._course.committed
-        goes_on = course.leave_body(epoch)
+        progress, committed = self._progress, self._progress.committed
+        goes_on = progress.leave_body(epoch)
         if committed is not None and committed["position"] == committed["size"] and not self.position:
             with contextlib.suppress(StateError):  # the source cannot say: the committed state stays
-                here = course.here()
-                course.keep(here, self._state_at(here))
+                here = progress.here()
+                progress.keep(here, self._state_at(here))
         return goes_on
 
     def _each_epoch(self, n: int) -> Iterator[int]:
-        if self._course.passes is not None:
+        if self._progress.body is not None:
             raise MidepochError(RUNNING)
         if self.epoch > n:
-            tell_of_done(n, self.epoch)
+            warn_of_done(n, self.epoch)
         continues: bool | None = True  # also if an earlier loop was left
-        passes: Passes | None = None
+        body: Body | None = None
         try:
             while (epoch := self.epoch) < n:
-                passes = Passes(alone=True)
-                self._course.enter_body(passes, continues)
+                body = Body({_ALONE: self._progress}, before=body, alone=True)
+                self._progress.enter_body(body, _ALONE, continues)
                 yield epoch
+                body.leave()
                 self._leave_body(epoch)
                 continues = None
         finally:
-            if self._course.passes is passes:  # not that of a loop which began before this one was freed
-                self._course.passes = None
+            if self._progress.body is body:  # not that of a loop which began before this one was freed
+                self._progress.body = None

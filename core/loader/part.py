@@ -39,7 +39,7 @@ class Part:
 
     def wait_for_others(self) -> None:
         """Give a batch that failed again, unless the user states otherwise, and stay at the end of an epoch."""
-        self.loader._course.retries = self.loader._course.stays = True
+        self.loader._progress.is_part = True
 
     @property
     def promises(self) -> Capabilities:
@@ -90,13 +90,13 @@ class Part:
     def reshard(self, world: World) -> None:
         """As `Loader.reshard`. A pending batch is read again, and one that could not be read is tried again."""
         self.pending.clear()
-        self.loader._course.failed.clear()
+        self.loader._progress.failed.clear()
         self.loader.reshard(world)
 
     def begin_again(self, error: type[BaseException], words: str) -> None:
         """The training loop begins again: raise `error` at the next batch, unless a state is loaded before."""
         self.pending.clear()
-        self.loader._course.begin_again(error, words)
+        self.loader._progress.begin_again(error, words)
 
     # --- how much there is ---
 
@@ -106,17 +106,17 @@ class Part:
 
     def left(self) -> int | None:
         """Batches left in its epoch on this rank; None if unknown."""
-        return self.loader._course.steps_left()
+        return self.loader._progress.steps_left()
 
     def anyone_has_more(self) -> bool:
         """Whether any rank has a batch left in this epoch, as far as is known."""
-        course = self.loader._course
-        share = course.share(self.world, course.epoch, course.position)
+        progress = self.loader._progress
+        share = progress.share(self.world, progress.epoch, progress.position)
         return share is None or share.global_steps > 0
 
     def end_pass(self) -> None:
         """Let the pass end, instead of going on with the next epoch, where nobody has a batch left."""
-        self.loader._course.ends_early = True
+        self.loader._progress.ends_early = True
 
     def left_at(self, state: State) -> int | None:
         """The same, for a loader that stands at `state`."""
@@ -172,11 +172,11 @@ class Part:
         if not adapter.begins_anew and epoch != state["epoch"] + 1:
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
         here = self._place_in(state)
-        if here.over:
+        if here.at_end:
             here = here.after()
         if here[:2] != (epoch, 0):
             here = Place(epoch, 0, adapter.lead(here, (epoch, 0), state["seed"], self.world))
-        self.loader._course.refresh()
+        self.loader._progress.refresh()
         return self.loader._states.build(here, state["seed"], self.world, state.get("witness", ""))
 
     def leave_epoch(self) -> None:
@@ -200,23 +200,23 @@ class Part:
     @property
     def is_open(self) -> bool:
         """Whether a session is open at its place; only then does it notice the epoch's end."""
-        return self.loader._course.cursor.session is not None
+        return self.loader._progress.has_session
 
     def go_to(self, state: State) -> None:
         """Make the batch that follows `state` the next one."""
         loader = self.loader
         if loader.position and (state["epoch"], state["position"]) == (loader.epoch + 1, 0) and self.remembers:
             self.pending.clear()
-            loader._course.end_epoch()  # unlike a load, it keeps the history of batches in flight
+            loader._progress.end_epoch()  # unlike a load, it keeps the history of batches in flight
         if self._is_at(state):
             # A new pass over a loader in the middle of an epoch would begin another one.
             if not loader.position and not self.pending:
-                self._pass = iter(loader)
-            if self.pending or not loader.position or getattr(self._pass, "cursor", None) is loader._course.cursor:
+                self._new_pass()
+            if self.pending or not loader.position or self._pass is loader._progress.latest():
                 return
         self.pending.clear()
         loader.load_state_dict(state)
-        self._pass = iter(loader)
+        self._new_pass()
 
     def begin_epoch(self) -> None:
         """Make an epoch's first batch the next one: that of the next epoch if this one has begun."""
@@ -225,7 +225,12 @@ class Part:
                 # Only reading its source leads to the next epoch.
                 with contextlib.suppress(StopIteration):
                     self.loader.peek()
-            self.loader._course.end_epoch()
+            self.loader._progress.end_epoch()
+        self._new_pass()
+
+    def _new_pass(self) -> None:
+        """One that has been given its last batch need not be told: a look at the next batch is of the next epoch."""
+        self.loader._progress.finish()
         self._pass = iter(self.loader)
 
     def _is_at(self, state: State) -> bool:

@@ -1,10 +1,18 @@
-"""Where a loader stands."""
+"""The place of a loader in its data."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Place"]
+from ..errors import StateError
+
+__all__ = ["Place", "Unknown"]
+
+
+class Unknown(str):
+    """In place of a detail that the source could not give: why not, in the words of its error."""
+
+    __slots__ = ()
 
 
 class Place(NamedTuple):
@@ -14,19 +22,27 @@ class Place(NamedTuple):
         epoch: counted from 0.
         position: units of this epoch that all ranks together have received.
         detail: the adapter's own part, if these two numbers are not enough to find the place; empty for most sources.
-        over: the epoch's last batch was handed out, but the epoch has not ended. The detail is then that of the next
+            Or `Unknown`.
+        at_end: the epoch's last batch was handed out, but the epoch has not ended. The detail is then that of the next
             epoch's beginning.
     """
 
     epoch: int
     position: int
     detail: str = ""
-    over: bool = False
+    at_end: bool = False
+
+    @property
+    def known_detail(self) -> str:
+        """The detail. Raises StateError if the source could not give it."""
+        if isinstance(self.detail, Unknown):
+            raise StateError(str(self.detail))
+        return self.detail
 
     def before(self, size: int) -> Place:
         """The end of the epoch before, if this is the beginning of one."""
-        return Place(self.epoch - 1, size, self.detail, over=True)
+        return Place(self.epoch - 1, size, self.detail, at_end=True)
 
     def after(self) -> Place:
-        """The beginning of the next epoch, after a place that is `over`."""
+        """The beginning of the next epoch, after a place that is `at_end`."""
         return Place(self.epoch + 1, 0, self.detail)

@@ -33,9 +33,9 @@ class States:
     def build(self, place: Place, seed: int, world: World, witness: str = "") -> State:
         """The state at a place."""
         adapter, detail = self._adapter, place.detail
-        if not detail and (place.over or not place.position):
-            detail = adapter.beginning(place.epoch + place.over, world)
-        if not place.over:
+        if not detail and (place.at_end or not place.position):
+            detail = adapter.beginning(place.epoch + place.at_end, world)
+        if not place.at_end:
             adapter.expect(seed, place.epoch)
         if adapter.redescribed != self._redescribed:
             self._describe()
@@ -44,7 +44,7 @@ class States:
             "epoch": place.epoch,
             "position": place.position,
             "seed": seed,
-            "size": place.position if place.over else self._size(seed, place.epoch, world, detail),
+            "size": place.position if place.at_end else self._size(seed, place.epoch, world, detail),
             "world_size": world.world_size,
             "batch_size": adapter.batch_size,
             "fingerprint": self._fingerprint,
@@ -95,13 +95,13 @@ class States:
             if size is not None and place.position > size:
                 _mismatch("the size", f"position {place.position}", size, "use an undamaged state")
             size = None
-        if checked["size"] != size and not (size is None and (place.over or adapter.size_is_its_readers)):
+        if checked["size"] != size and not (size is None and (place.at_end or adapter.size_is_its_readers)):
             by, units = adapter.sized_by, "samples" if adapter.unit == "sample" else "batches"
             if by == "data":
                 _mismatch("the size", checked["size"], size, "use the same data, or start over with this data")
             cure = f"this is another {by}, or its data has changed: use the saved one, or start over with this one"
             _mismatch(f"the number of {units} that the {by} gives", checked["size"], size, cure)
-        begins = place.after() if place.over else place
+        begins = place.after() if place.at_end else place
         adapter.check_detail(place.detail, checked["seed"], begins.epoch, begins.position, world)
         Witness.parse(checked["witness"])
         return checked, place

@@ -9,7 +9,7 @@ from ..errors import StateMismatchError, warn
 from ..state.witness import SampleSummary, Witness
 from ..trying import Finding
 from .adapter import Adapter, Options, Seen
-from .cursor import Cursor
+from .reading import Reading
 
 __all__ = ["Verify", "Witnesses", "tell_of_another"]
 
@@ -69,13 +69,13 @@ class Witnesses:
             return 0
         return 2 if not self._tried else int(self.expected is not None or epoch not in self._known)
 
-    def see(self, cursor: Cursor) -> None:
+    def see(self, reading: Reading) -> None:
         """Compare what the reader of a session's first batch saw with the loaded state's witness, and keep it.
 
         Raises:
             StateMismatchError: the data differ from those that the state was saved with.
         """
-        seen, epoch = None if cursor.session is None else cursor.session.seen, cursor.opened.epoch
+        seen, epoch = reading.session.seen, reading.run.epoch
         if seen is None:
             return
         if self.expected is not None:

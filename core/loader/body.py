@@ -1,0 +1,429 @@
+"""The body of an `epochs` loop, in which an epoch ends with the body, not with the last batch of a pass.
+
+What a run that resumes must know of the body that it runs again is a function of intervals: each pass lasts from its
+first batch to its end on one clock, which ticks when a pass begins, takes a batch or ends, and at each step. Six rules:
+
+1. The first pass begun in a body is a *lead*; the next lead is the first one begun after that one's life. All others
+   are inner. Passes begun in an earlier body are neither.
+2. A pass lives until it ends; one that was read to its end while batches were in flight, until the step that reports
+   none, or until the one after which they are no longer becoming fewer.
+3. At a resume, leads whose life is over are empty; inner passes are not counted.
+4. All open passes continue; the living lead starts as many batches earlier as are in flight.
+5. The rests of inner passes that were not taken up go when the lead ends; those of all passes of the body go at its
+   end. If the first pass that is not empty is not the lead's, all these go at once. But the rest of a loader whose
+   iterator was made before the body, and waits, is that iterator's.
+6. What intervals cannot tell is a warning, and a record that says so: only loading it is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from ..errors import warn
+
+__all__ = ["RUNNING", "Body", "Interval", "Record", "check_epochs", "leads_of", "unknown_from", "warn_of_done"]
+
+RUNNING = (
+    "a loop over epochs is running already: leave it before the next one. If `break` or an exception has left it, "
+    "something still holds its iterator (a variable, a progress bar): call close() on what epochs() has returned"
+)
+
+
+@dataclass(eq=False)
+class Interval:
+    """A pass over a loader.
+
+    Attributes:
+        name: of the loader.
+        began, took, ended: the clock when it began, took its latest batch, and ended; `ended` is None while it is open.
+        exhausted: it ended by StopIteration, not because its iterator was freed.
+        older: begun in an earlier body, or by an iterator that was made before the body: no body makes it again.
+        outlived: its iterator was made in an earlier body.
+        stepped: the latest step before its end.
+        in_flight: batches were in flight at that step.
+        settled: the first step after its end at which none was in flight.
+        resumed: it took up the rest of a pass that was open when the resumed snapshot was saved.
+        ends_lead: that was the lead.
+        user: a reference to the pass, which notices when that is freed.
+        body: that hears of it.
+    """
+
+    name: str
+    began: int
+    took: int = 0
+    ended: int | None = None
+    exhausted: bool = False
+    older: bool = False
+    outlived: bool = False
+    stepped: int = 0
+    in_flight: bool = False
+    settled: int | None = None
+    resumed: bool = False
+    ends_lead: bool = False
+    user: weakref.ref[Any] | None = None
+    body: Body | None = None
+
+    @property
+    def life(self) -> float:
+        """Until when it lasts for the body, by rule 2."""
+        if self.ended is None:
+            return math.inf
+        if not (self.exhausted and self.in_flight):
+            return self.ended
+        return math.inf if self.settled is None else self.settled
+
+
+@dataclass
+class Record:
+    """What a snapshot keeps of the body in which it is saved.
+
+    Attributes:
+        empty: by loader, passes that the body makes again by itself, and that give nothing.
+        open: the loaders whose passes continue.
+        left: the loaders whose passes have all ended, so that the next pass begins an epoch.
+        lead: the loader of the pass that the body is in.
+        within: the loaders with open passes that began within it.
+        ahead: the loaders that are read ahead: a run that resumes may do so before its first step.
+        unknown: why a run cannot resume here; empty if it can.
+    """
+
+    empty: dict[str, int] = field(default_factory=dict)
+    open: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    lead: str | None = None
+    within: list[str] = field(default_factory=list)
+    ahead: list[str] = field(default_factory=list)
+    unknown: str = ""
+
+
+class _Progress(Protocol):
+    """What a body asks of a loader."""
+
+    new_epoch: bool
+
+    @property
+    def is_at_end(self) -> bool: ...
+
+    @property
+    def is_awaited(self) -> bool: ...
+
+
+class Body:
+    """The passes over the loaders of one body.
+
+    Args:
+        loaders: their progress, by name.
+        resumed: the record of the snapshot from which the body is run again.
+        before: the body before this one: passes that are still open continue.
+        alone: there is no record: a state knows of one pass only.
+    """
+
+    def __init__(
+        self,
+        loaders: dict[str, Any],
+        resumed: Record | None = None,
+        before: Body | None = None,
+        alone: bool = False,
+    ) -> None:
+        resumed = Record() if resumed is None else resumed
+        self.loaders: dict[str, _Progress] = loaders
+        self.alone = alone
+        self.clock = self.now = self.previous = self.in_flight = 0
+        self.ahead = set(resumed.ahead)
+        self.intervals: list[Interval] = []
+        for each in [] if before is None else before.intervals:
+            if each.ended is None:
+                each.outlived, each.older = each.outlived or not each.older, True
+                each.began, each.took, each.body = 0, 0, self
+                self.intervals.append(each)
+        self.unknown = ""
+        self._empty = dict(resumed.empty)
+        self._resumed_lead = resumed.lead
+        # Passes of the resumed body that were not taken up, and those that were left.
+        self._rests = {name for name in (resumed.lead, *resumed.within) if name is not None}
+        self.dropped: set[str] = set() if before is None else before.dropped
+        self._untouched = resumed  # until a pass begins
+        self._older_rests = set(resumed.open) - self._rests
+        self._names: set[str] = {each.name for each in self.intervals}  # over which a pass was read in this body
+        self.looks = False
+        self._waiting: list[Interval] = []  # read to their end while batches were in flight
+
+    # --- what happens ---
+
+    def _tick(self) -> int:
+        self.clock += 1
+        return self.clock
+
+    def take(self, interval: Interval) -> None:
+        """A pass takes a batch."""
+        self.clock += 1
+        interval.took = self.clock
+
+    def gives_nothing(self, name: str) -> bool:
+        """Whether the pass that begins now had ended before the resume."""
+        if not self._empty.get(name):
+            return False
+        self._empty[name] -= 1
+        began = self._tick()
+        self._add(Interval(name, began, began, self._tick(), True))
+        return True
+
+    def next_is_empty(self, name: str) -> bool:
+        """Whether the next pass gives nothing for that reason."""
+        return self._empty.get(name, 0) > 0
+
+    def before_begin(self, name: str) -> None:
+        """A pass is about to begin: by rule 5, what the body has gone past is left."""
+        if self._resumed_lead in self._rests and name != self._resumed_lead and name not in self._older_rests:
+            self._leave_rests()
+
+    def begin(self, name: str, user: Any, older: bool, outlived: bool = False) -> tuple[Interval, weakref.ref[Any]]:
+        """A pass takes its first batch.
+
+        Args:
+            name: of the loader.
+            user: the pass.
+            older: its iterator was made before the body began.
+            outlived: it was made in an earlier body.
+
+        Returns:
+            Its interval, and a reference to the pass that notices when it is freed.
+        """
+        interval = Interval(name, self._tick(), older=older or name in self._older_rests, outlived=outlived)
+        self._older_rests.discard(name)
+        interval.resumed = name in self._rests
+        interval.ends_lead = interval.resumed and name == self._resumed_lead
+        self._rests.discard(name)
+        self._add(interval)
+
+        def freed(_: weakref.ref[Any]) -> None:
+            if interval.ended is None and interval.body is not None:
+                interval.body.end(interval, exhausted=False)
+
+        interval.user = weakref.ref(user, freed)
+        return interval, interval.user
+
+    def knows(self, interval: Interval | None) -> bool:
+        """Whether this is one of the body's intervals."""
+        return any(each is interval for each in self.intervals)
+
+    def _add(self, interval: Interval) -> None:
+        self.intervals.append(interval)
+        interval.body = self
+        self.looks = True
+        self._names.add(interval.name)
+        if not interval.older:
+            own = [each for each in self.intervals if each.name == interval.name and not each.older]
+            if self.alone and len(own) == 2 and own[0].ended is not None:
+                warn(
+                    "this is a second pass over the loader in one body of loader.epochs, and a state does not say in "
+                    "which pass it was saved: use midepoch.Snapshot and snapshot.epochs, or one pass an epoch",
+                )
+
+    def end(self, interval: Interval, exhausted: bool) -> None:
+        """A pass was told that it has no more batches, or was closed or freed."""
+        if interval.ended is not None:
+            return
+        interval.exhausted = exhausted
+        interval.ended, interval.stepped = self._tick(), self.now
+        ahead = self.in_flight > 0 if self.now > interval.began else interval.name in self.ahead
+        interval.in_flight = interval.exhausted and not interval.older and ahead
+        if interval.in_flight:
+            self._waiting.append(interval)
+        if interval.ends_lead:
+            self._leave_rests()
+        self.looks = True
+
+    def look(self, in_flight: int) -> None:
+        """See what the latest step shows, at which so many batches are in flight."""
+        before, self.in_flight = self.in_flight, in_flight
+        if not in_flight:
+            self._settle(self.now)
+        elif self._waiting:
+            # Another pass is read, and what was in flight of the one before was dropped.
+            since, opened = self._waiting[-1].ended or 0, [each for each in self.intervals if each.ended is None]
+            if 0 < before <= in_flight or any(each.began > since and not each.older for each in opened):
+                self._settle(0)
+        leads = leads_of(self.intervals)
+        if in_flight and (lead := lead_of(leads)) is not None:
+            self.ahead.add(lead.name)
+        if not self.unknown:
+            self.unknown = unknown_from(self.intervals, leads, self.previous, in_flight)
+            if self.unknown:
+                warn(
+                    f"a snapshot saved in this body cannot be resumed: {self.unknown}. Read the loaders as one, with "
+                    "midepoch.combine"
+                )
+        # By now it is known what an inner pass has been; that it ended says nothing later.
+        self.intervals = [each for each in self.intervals if each.ended is None or any(each is one for one in leads)]
+        self.looks = in_flight > 0 or len(self.intervals) > 1
+
+    def _settle(self, at: int) -> None:
+        for each in self._waiting:
+            each.settled = max(at, each.ended or 0)
+        self._waiting.clear()
+
+    def leave(self) -> None:
+        """The body has ended."""
+        if self.now:
+            self.previous, self.now = self.now, self._tick()
+            self.look(0)
+        self._leave_rests()
+
+    def _leave_rests(self) -> None:
+        """By rule 5: the next passes over these loaders begin new epochs."""
+        awaited = {name for name in self._rests if self.loaders[name].is_awaited}
+        self._older_rests |= awaited
+        for name in self._rests - awaited:
+            self.loaders[name].new_epoch = True
+        self.dropped |= self._rests - awaited
+        self._rests.clear()
+
+    # --- what follows from it ---
+
+    @property
+    def lead(self) -> Interval | None:
+        """The pass that the body is in."""
+        return lead_of(leads_of(self.intervals))
+
+    def in_flight_of(self, name: str, in_flight: int) -> int:
+        """How many of the batches in flight are of this loader: they are the lead's."""
+        lead = self.lead
+        if lead is None:
+            return in_flight if any(each.older and each.name == name for each in self.intervals) else 0
+        return in_flight if lead.name == name else 0
+
+    @property
+    def read_on(self) -> list[str]:
+        """The loaders whose iterators were made in an earlier body and were asked for more in this one.
+
+        Or were made in this one and outlive it, and their rest was dropped when the run was resumed.
+        """
+        kept = [each for each in self.intervals if each.name in self.dropped and not each.older and each.ended is None]
+        return [each.name for each in (*self.intervals, *kept) if each in kept or (each.outlived and each.took)]
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a pass of this body is in the middle of its epoch."""
+        lead = self.lead
+        return lead is not None and lead.ended is None and not self.loaders[lead.name].is_at_end
+
+    @property
+    def only_the_rest_is_left(self) -> bool:
+        """Whether a pass of this body has come to its last batch, and none is in the middle of its epoch."""
+        return not self.is_read and any(self.loaders[name].is_at_end for name in self._names)
+
+    def waits_for_the_end(self, in_flight: int) -> bool:
+        """Whether the passes of this body have ended or come to their last batches. Not if none has begun."""
+        if self.is_read or not any(not each.older for each in self.intervals):
+            return False
+        lead = self.lead
+        return not (in_flight and lead is not None)
+
+    def record(self, interrupted: bool = False) -> Record:
+        """Of a snapshot that is saved now. `interrupted`: passes that were left with the body continue in the next."""
+        if not self._names:
+            resumed = self._untouched
+            return replace(resumed, ahead=sorted(self.ahead))
+        intervals = self.intervals
+        if interrupted:
+            told = [each.ended or 0 for each in intervals if each.exhausted]
+            latest = max([self.now, *told, *(max(each.began, each.took) for each in intervals)])
+            freed = [each for each in intervals if not each.exhausted and (each.ended or 0) > latest]
+            intervals = [replace(each, ended=None) if each in freed else each for each in intervals]
+        found = record_of(intervals)
+        # What the resumed body had open and this one has not come to yet, or had left.
+        if self._resumed_lead in self._rests:
+            found.lead = self._resumed_lead
+        for name, count in self._empty.items():
+            if count:
+                found.empty[name] = found.empty.get(name, 0) + count
+        found.open = sorted({*found.open, *self._rests, *self._older_rests})
+        found.within = sorted({*found.within, *self._rests} - {found.lead})
+        found.left = sorted({*self._names, *self._untouched.left} - {*found.open})
+        found.ahead, found.unknown = sorted(self.ahead), self.unknown or unknown_from(
+            self.intervals, leads_of(self.intervals), self.now, 0
+        )
+        return found
+
+
+def leads_of(intervals: Sequence[Interval]) -> list[Interval]:
+    """The passes that a body makes one after the other, by rule 1. `intervals`: in the order of their beginnings."""
+    leads: list[Interval] = []
+    for each in intervals:
+        if not each.older and (not leads or each.began > leads[-1].life):
+            leads.append(each)
+    return leads
+
+
+def lead_of(leads: Sequence[Interval]) -> Interval | None:
+    """The one that lives."""
+    return leads[-1] if leads and math.isinf(leads[-1].life) else None
+
+
+def record_of(intervals: Sequence[Interval]) -> Record:
+    """The record as it is now, by rules 3 and 4."""
+    leads = leads_of(intervals)
+    lead = lead_of(leads)
+    record = Record(lead=None if lead is None else lead.name)
+    for each in leads:
+        if each is not lead:
+            record.empty[each.name] = record.empty.get(each.name, 0) + 1
+    for each in intervals:
+        if each.ended is None or each is lead:
+            record.open.append(each.name)
+            if lead is not None and each is not lead and not each.older and each.began > lead.began:
+                record.within.append(each.name)
+    return record
+
+
+def unknown_from(intervals: Sequence[Interval], leads: Sequence[Interval], previous: int, in_flight: int) -> str:
+    """Why nobody can tell what the body would make again, by rule 6; empty if it can be told.
+
+    Args:
+        intervals: in the order of their beginnings.
+        leads: of these.
+        previous: the step before the latest.
+        in_flight: batches, at the latest step.
+    """
+    lead = lead_of(leads)
+    inner = [each for each in intervals if not each.older and all(each is not one for one in leads)]
+    opened = [each for each in inner if each.ended is None]
+    if in_flight and lead is None and not any(each.older and each.ended is None for each in intervals):
+        return f"in_flight={in_flight}, but no pass is read: these batches may be of any that has ended"
+    if in_flight and lead is not None and opened:
+        return f"in_flight={in_flight} while {lead.name} and {opened[0].name} are both read"
+    for each in inner:
+        outer = [one for one in leads if one.began < each.began][-1]
+        end = outer.life
+        if end < math.inf and (each.took > end or (each.exhausted and each.ended is not None and each.ended > end)):
+            return f"{each.name} was read on after the end of the pass over {outer.name} in which it began"
+        was_open = each.ended is not None and (each.resumed or each.stepped > each.began)
+        if was_open and outer is lead and outer.ended is None and all(each.name != one.name for one in opened):
+            return f"a pass over {each.name} ended within one over {lead.name} that continues, as in zip_longest"
+    if lead is not None and lead.took < previous and any(each.took > previous > each.began for each in inner):
+        return f"step() was called in a loop within the pass over {lead.name}, and counts only outside of it"
+    for each in leads:
+        left_after_step = each.ended is not None and not each.exhausted and each.stepped > each.took
+        if left_after_step and any(one.name == each.name and one.began > (each.ended or 0) for one in intervals):
+            return f"a pass over {each.name} was left right after a step, and {each.name} is read again"
+    return ""
+
+
+def check_epochs(n: object) -> None:
+    """Raise TypeError or ValueError unless `n` is a number of epochs."""
+    if type(n) is not int:
+        raise TypeError(f"epochs takes the number of epochs in all, an int, got {n!r}")
+    if n < 0:
+        raise ValueError(f"epochs takes the number of epochs in all, at least 0, got {n}")
+
+
+def warn_of_done(n: int, done: int) -> None:
+    """Warn that more epochs are done than were asked for."""
+    warn(
+        f"epochs({n}) runs nothing, because {done} epochs are done: pass the number of epochs in all",
+    )
