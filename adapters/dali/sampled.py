@@ -11,7 +11,7 @@ from midepoch.adapters.dali.graph import Graph
 from midepoch.adapters.dali.native import first_line
 from midepoch.errors import MidepochError, SourceError, UnsupportedSourceError
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Options, Run, Seen, Session
+from midepoch.loader.adapter import Adapter, Options, Run, Session, WitnessReport
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.reading.sessions import WitnessRequest
 from midepoch.reading.stored import seen_as_stored
@@ -117,7 +117,7 @@ class SampledAdapter(Adapter):
         private.survive_forks()
         return _SampledSession(self, self._stream, run)
 
-    def look(self, run: Run) -> Seen | None:
+    def look(self, run: Run) -> WitnessReport | None:
         """The first sample of the epoch, read beside DALI."""
         request = None
         if run.looks and len(self._data):

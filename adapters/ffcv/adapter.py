@@ -18,7 +18,7 @@ from midepoch.adapters.ffcv.pipeline import StepGraph, build_graph, chains, draw
 from midepoch.adapters.ffcv.private import FROM_THE_FILE, check_loader, parts
 from midepoch.errors import SourceError, UnsupportedSourceError
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Options, Run, Seen, Session
+from midepoch.loader.adapter import Adapter, Options, Run, Session, WitnessReport
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
 from midepoch.order.keys import derive_key, derive_keys, extend_key
@@ -169,7 +169,7 @@ class FFCVAdapter(Adapter):
         work = Work(self.source, self._graph, self._file, run.epoch, copies, self._streams)
         return Reading(work, _requests(run, order, self._draws), share.steps, self._look(run, order))
 
-    def _look(self, run: Run, order: EpochOrder) -> Callable[[], Seen] | None:
+    def _look(self, run: Run, order: EpochOrder) -> Callable[[], WitnessReport] | None:
         reader = self.source.reader
         request = WitnessRequest.of(run, int(order[0:1][0])) if run.looks and len(order) else None
         if request is None:

@@ -25,7 +25,7 @@ from midepoch.adapters.ffcv.pages import Pages
 from midepoch.adapters.ffcv.pipeline import Batch, Damage, Step, StepGraph
 from midepoch.adapters.ffcv.private import parts
 from midepoch.errors import MidepochError, SourceError
-from midepoch.loader.adapter import Seen, Session
+from midepoch.loader.adapter import Session, WitnessReport
 from midepoch.randomness.streams import Streams
 
 __all__ = ["Reading", "Request", "Work"]
@@ -84,7 +84,7 @@ class Reading(Session):
     """
 
     def __init__(
-        self, work: Work, requests: Iterator[Request], count: int, look: Callable[[], Seen] | None = None
+        self, work: Work, requests: Iterator[Request], count: int, look: Callable[[], WitnessReport] | None = None
     ) -> None:
         self._work, self._count, self._look = work, count, look
         self._production = _Production(work, requests)

@@ -23,7 +23,7 @@ from midepoch.adapters.streaming import private
 from midepoch.adapters.streaming.stored import Stored
 from midepoch.errors import MidepochError, SourceError, StateCorruptError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Options, Run, Seen, Session
+from midepoch.loader.adapter import Adapter, Options, Run, Session, WitnessReport
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key, extend_key
@@ -574,7 +574,7 @@ class _StreamingSession(SeeingSession):
             self._reads.end()
 
     @property
-    def seen(self) -> Seen | None:  # type: ignore[override]
+    def seen(self) -> WitnessReport | None:  # type: ignore[override]
         """What the process that read the first batch saw of the data."""
         seen, stored = super().seen, self._reads.stored
         if seen is None or stored is None or not self._run.looks:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from streaming import StreamingDataset
 
 from midepoch.adapters.streaming import private
-from midepoch.loader.adapter import Seen
+from midepoch.loader.adapter import WitnessReport
 from midepoch.reading.sessions import WitnessRequest
 from midepoch.reading.stored import MOST_STORED, seen_as_stored
 from midepoch.state.witness import Witness, summary_of
@@ -31,7 +31,7 @@ class Stored:
         self._dataset = dataset
         self._index = b""  # what the index says, made when it is first needed
 
-    def see(self) -> Seen:
+    def see(self) -> WitnessReport:
         """The index, with the first sample where it can be read: Streaming plans an epoch to know with which it begins.
 
         It is the same in each epoch.
@@ -39,9 +39,9 @@ class Stored:
         if self._sample_is_here:
             return seen_as_stored(WitnessRequest(0, False, None), 1, self._read, lambda _: _SAMPLE)
         look = summary_of(self._of_index())
-        return Seen(None, look, look, look, what=_SHARDS)
+        return WitnessReport(None, look, look, look, what=_SHARDS)
 
-    def compared(self, seen: Seen, expects: Witness | None) -> Seen:
+    def compared(self, seen: WitnessReport, expects: Witness | None) -> WitnessReport:
         """`seen`, with what has to be compared with a loaded state's witness, which may be from another place."""
         if expects is None or expects.index == seen.index:
             return seen

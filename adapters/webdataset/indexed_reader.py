@@ -17,7 +17,7 @@ from midepoch.adapters.webdataset.finish import Answer
 from midepoch.adapters.webdataset.index import Index, Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages
 from midepoch.adapters.webdataset.shards import RangeReader, Take
-from midepoch.loader.adapter import Run, Seen
+from midepoch.loader.adapter import Run, WitnessReport
 from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
 from midepoch.order.keys import derive_key, derive_keys
 from midepoch.randomness.streams import Purpose, Streams
@@ -125,7 +125,7 @@ class IndexedReader:
         answer = self._answer(request)
         return answer if request.run is None else FirstBatch(answer, self._seen(request, request.run))
 
-    def _seen(self, request: IndexedRequest, run: Run) -> Seen:
+    def _seen(self, request: IndexedRequest, run: Run) -> WitnessReport:
         """The first sample of the epoch as it is stored, read by its range: never more of a shard than that."""
         index, ranges = self._index, self._ranges
 

@@ -23,7 +23,7 @@ from ..world import MicroShare, Share, Tail, World, check_tail
 from .capabilities import Capabilities, Capability, with_then
 from .place import Place
 
-__all__ = ["MOST_IN_FLIGHT", "Adapter", "Around", "Options", "Run", "Samples", "Seen", "Session"]
+__all__ = ["MOST_IN_FLIGHT", "Adapter", "Around", "Options", "Run", "Samples", "Session", "WitnessReport"]
 
 MOST_IN_FLIGHT = 1024  # batches that were handed out and not trained on
 
@@ -132,7 +132,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Seen:
+class WitnessReport:
     """What a reader saw of the samples that a run asked to look at.
 
     Attributes:
@@ -194,7 +194,7 @@ class Session:
     """
 
     take: Callable[[], Any]
-    seen: Seen | None = None
+    seen: WitnessReport | None = None
     marks: bool = False
     drift: int = 0
     others_go_on: bool = False

@@ -18,7 +18,7 @@ from ..order.keys import derive_key, derive_keys
 from ..randomness.streams import Purpose, Streams
 from ..trying import CallTrial
 from ..world import MicroShare
-from .adapter import Adapter, Options, Run, Seen, Session
+from .adapter import Adapter, Options, Run, Session, WitnessReport
 
 __all__ = ["Then"]
 
@@ -73,7 +73,7 @@ class _WholeBatches(Session):
         self._keys: dict[int, int] = {}  # by position
         self._made = 0
         self._drift_before = 0  # of the sessions before `inner`
-        self._seen: Seen | None = None
+        self._seen: WitnessReport | None = None
         self._failed = False
 
     # --- the inner session's answers ---
@@ -89,7 +89,7 @@ class _WholeBatches(Session):
         return self._inner.others_go_on
 
     @property
-    def seen(self) -> Seen | None:  # type: ignore[override]
+    def seen(self) -> WitnessReport | None:  # type: ignore[override]
         """The inner session's."""
         return self._seen or self._inner.seen
 

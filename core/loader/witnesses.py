@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ..errors import StateMismatchError, warn
 from ..state.witness import SampleSummary, Witness
 from ..trying import Finding
-from .adapter import Adapter, Options, Seen
+from .adapter import Adapter, Options, WitnessReport
 from .reading import Reading
 
 __all__ = ["Verify", "Witnesses", "tell_of_another"]
@@ -109,7 +109,7 @@ def tell_of_another(which: str, verify: Verify) -> None:
     _tell(f"{which} has another content than when the state was saved: {_CURE}", verify in ("sample", "strict"))
 
 
-def _compare(witness: Witness, seen: Seen, epoch: int, verify: Verify) -> None:
+def _compare(witness: Witness, seen: WitnessReport, epoch: int, verify: Verify) -> None:
     """Compare a sample with a loaded state's witness. At an epoch's boundary, what differs may be meant to."""
     strict, at_boundary = verify == "strict", witness.epoch != epoch
     if at_boundary and witness.index is None and not seen.what:

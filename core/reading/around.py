@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from ..errors import SourceError, UnsupportedSourceError
-from ..loader.adapter import Adapter, Run, Seen, Session
+from ..loader.adapter import Adapter, Run, Session, WitnessReport
 from ..loader.capabilities import Capabilities
 from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
@@ -268,7 +268,7 @@ class _AroundSession(Session):
     # --- the inner session's answers ---
 
     @property
-    def seen(self) -> Seen | None:  # type: ignore[override]
+    def seen(self) -> WitnessReport | None:  # type: ignore[override]
         """The inner session's."""
         return self._inner.seen
 

@@ -18,7 +18,7 @@ import numpy as np
 from torch.utils.data import StackDataset, Subset
 
 from ..errors import SourceError
-from ..loader.adapter import Run, Seen
+from ..loader.adapter import Run, WitnessReport
 from ..order import EpochOrder
 from ..order.keys import derive_key, derive_keys, extend_key
 from ..randomness.streams import Purpose, Streams
@@ -205,7 +205,7 @@ class MapReader:
             finding = trial.finding(derive_key(Purpose.TRIAL, request.seed, request.epoch))
             finding = finding.of_calls("the collate function", "the same samples")
 
-        def see() -> Seen:
+        def see() -> WitnessReport:
             """Reads the dataset."""
             first, drew = self._look(key, look.index)[0] if one is None else one, self._drew
             again = self._look(key, look.index)[0] if look.twice and first is not None else None
@@ -241,14 +241,15 @@ class MapReader:
         batch = streams.read(functools.partial(self._read, request, see=see), notes=True)
         return batch, looks[0] if looks else None
 
-    def _seen(self, request: MapRequest, look: WitnessRequest, one: SampleSummary | None, **more: Any) -> Seen:
+    def _seen(self, request: MapRequest, look: WitnessRequest, one: SampleSummary | None, **more: Any) -> WitnessReport:
         if look.expected is None:
-            return Seen(look.index, one, expected=one, **more)
+            return WitnessReport(look.index, one, expected=one, **more)
         epoch, index = look.expected
         purpose = Purpose.BATCH if self._whole else Purpose.SAMPLE
         expected, error = self._look(self._key_at(derive_key(purpose, request.seed, epoch)), index)
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        return Seen(look.index, one, expected=expected, error=text, missing=isinstance(error, IndexError), **more)
+        missing = isinstance(error, IndexError)
+        return WitnessReport(look.index, one, expected=expected, error=text, missing=missing, **more)
 
     def samples(self, order: EpochOrder | MaterializedEpoch, seed: int, epoch: int) -> Samples:
         """The samples of an epoch, one by one, as this reader reads them."""

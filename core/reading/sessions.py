@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from ..loader.adapter import Run, Seen, Session
+from ..loader.adapter import Run, Session, WitnessReport
 
 __all__ = ["FirstBatch", "IteratorSession", "SeeingSession", "WitnessRequest"]
 
@@ -20,7 +20,7 @@ class SeeingSession(Session):
     """A session whose first answer may be a `FirstBatch`."""
 
     def __init__(self) -> None:
-        self._seen: list[Seen] = []
+        self._seen: list[WitnessReport] = []
 
     def unwrapped(self, answers: Iterator[Any]) -> Iterator[Any]:
         """The answers; of a `FirstBatch` the batch alone, while `seen` keeps the rest.
@@ -33,7 +33,7 @@ class SeeingSession(Session):
         return itertools.chain(first, answers)
 
     @property
-    def seen(self) -> Seen | None:  # type: ignore[override]
+    def seen(self) -> WitnessReport | None:  # type: ignore[override]
         """What the reader saw of the samples that the run asked to look at."""
         return self._seen[0] if self._seen else None
 
@@ -84,7 +84,7 @@ class IteratorSession(SeeingSession):
             close()
 
 
-def _unwrapped(seen: list[Seen], answer: Any) -> Any:
+def _unwrapped(seen: list[WitnessReport], answer: Any) -> Any:
     if type(answer) is FirstBatch:
         seen.append(answer.seen)
         return answer.batch
@@ -133,4 +133,4 @@ class FirstBatch(NamedTuple):
     """The answer to a request with a `WitnessRequest`."""
 
     batch: Any
-    seen: Seen
+    seen: WitnessReport

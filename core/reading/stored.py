@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable
 
-from ..loader.adapter import Seen
+from ..loader.adapter import WitnessReport
 from ..state.witness import SampleSummary, summary_of
 from .sessions import WitnessRequest
 
@@ -18,7 +18,7 @@ MOST_STORED = 1 << 20
 
 def seen_as_stored(
     request: WitnessRequest, size: int, stored: Callable[[int], bytes], name: Callable[[int], str] | None = None
-) -> Seen:
+) -> WitnessReport:
     """Look at samples before any code has a part in them. Each is read once, since what is stored stays the same.
 
     Args:
@@ -47,7 +47,7 @@ def seen_as_stored(
             error, missing = f"{type(failure).__name__}: {failure}", isinstance(failure, IndexError)
     compared = request.index if request.expected is None else request.expected[1]
     what = name(compared) if name is not None and not missing else ""
-    return Seen(request.index, one, one, expected, error, missing, what=what)
+    return WitnessReport(request.index, one, one, expected, error, missing, what=what)
 
 
 def file_as_stored(path: str | bytes) -> bytes:
