@@ -37,6 +37,26 @@ class Popped(Dataset[int]):
         return self.queue.popleft()
 
 
+class OfTheSeed(Dataset[Any]):
+    """Derives a generator for each sample from the seed of the process, and draws from no other."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        return index, float(np.random.default_rng(torch.initial_seed() + index).random())
+
+
+class PutBack(OfTheSeed):
+    """Draws from python's generator, and puts its state back."""
+
+    def __getitem__(self, index: int) -> Any:
+        state = random.getstate()
+        drawn = index, random.random()
+        random.setstate(state)
+        return drawn
+
+
 class Entropy(Dataset[Any]):
     """Noise from a generator that the operating system seeds, as those in C++ libraries are."""
 
@@ -328,6 +348,8 @@ def unlike(make: Callable[[int], Any]) -> Row:
 ROWS: dict[str, Row] = {
     "a queue that is popped": Row(over(Popped), "told", "exact_order"),
     "generators made from entropy": Row(over(Entropy), "told", "exact_augmentations"),
+    "generators made from the seed of the process": Row(over(OfTheSeed), "told", "exact_augmentations"),
+    "draws that are put back": Row(over(PutBack), "told", "exact_augmentations"),
     "a sampler that divides under private names": Row(private_names, "refused"),
     "a batch sampler that holds a DistributedSampler": Row(distributed_inside, "refused"),
     "a sampler built for one process": Row(built_for_one, "exact"),
