@@ -1,6 +1,6 @@
 """A loader's progress: its place, the session that is open there, and the passes over it.
 
-The rules of iteration for all adapters (docs/design.md tells why):
+The rules of iteration for all adapters (docs/decisions.md tells why):
 
 * `iter()` has no side effect; the first `next()` starts the pass. The first pass after a load continues from the state;
   every later pass is a new epoch.
