@@ -165,6 +165,9 @@ def verdict(row: Row, bare: dict[str, Any], saved: dict[str, Any], resumed: dict
             return Verdict("refused at the resume", refusals[0], samples, ranks)
         if words or not (told["exact_order"][0] and told["exact_augmentations"][0]):
             return Verdict("reported as not exact", words or told["exact_order"][1], samples, ranks)
+        reasons = (told[name][1] for name in ("exact_order", "exact_augmentations"))
+        if believed := next((each for each in reasons if each.startswith("believed")), ""):
+            return Verdict("believed, and not exact", believed, samples, ranks)
         return Verdict(WRONG, f"at {', '.join(wrong)}", samples, ranks)
     if samples == "no" or ranks == "no":
         return Verdict(WRONG if not words else "reported as not exact", words, samples, ranks)
@@ -282,6 +285,7 @@ MEANINGS = {
     "exact, in tests of its own": "bit for bit, in tests of this repository that cut and continue it",
     "exact here, reported as not exact": "bit for bit in this run, and `capabilities` says that this is not promised",
     "reported as not exact": "other numbers or samples, and a warning or `capabilities` said so",
+    "believed, and not exact": "other numbers or samples, where `capabilities` said that they are believed",
     "refused at the resume": "an error in place of other data",
     "refused": "an error that says what to write instead",
     "could not run": "the loader itself failed, or is not installed",
