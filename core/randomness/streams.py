@@ -349,10 +349,17 @@ class Streams:
 
     def _leave(self) -> tuple[_Each, _Each]:
         """Restore the caller's generators. Returns what the batch has used, and what of it was not seeded."""
-        lent, devices, noted = self._globals, self._devices, self._noted
-        used, stamp = _NONE, lent.at if noted is None and self._seeds is _ALL else lent.stamp()
-        if stamp != lent.at or self.asked or (devices is not None and devices.used()):
-            used = self._moved(stamp)
+        lent, devices, noted, seeds = self._globals, self._devices, self._noted, self._seeds
+        at = lent.at
+        stamp = at if noted is None and seeds is _ALL else lent.stamp()
+        same = stamp == at or (  # but for what was seeded, unless that is noted
+            noted is None
+            and (seeds[0] or stamp[0] == at[0])
+            and (seeds[1] or stamp[1] == at[1])
+            and (seeds[2] or stamp[2] == at[2])
+        )
+        quiet = same and not self.asked and (devices is None or not devices.used())
+        used = _NONE if quiet else self._moved(stamp)
         if not self._stays:
             lent.restore()
             if self._saved:
@@ -365,7 +372,7 @@ class Streams:
             used, self._known = _either(noted, used) if used is not _NONE else noted, True
         if used is _NONE:
             return used, used
-        more = _Each(*map(operator.gt, used, self._seeds))
+        more = _Each(*map(operator.gt, used, seeds))
         if more.sample and not self.keyless:  # all samples had a key
             more = more._replace(sample=False)
         if devices is not None and devices.late:  # they were not seeded
