@@ -494,3 +494,19 @@ def test_a_missing_shard_is_refused_in_each_pass() -> None:
     for _ in range(2):
         with pytest.raises(midepoch.UnsupportedSourceError, match="shard=True"):
             next(iter(loader))
+
+
+class Scaled(Documents):
+    scale = 1
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in self.sampler:
+            yield self.scale * (index + 1)
+
+
+def test_what_is_set_after_the_draws_were_counted_is_followed() -> None:
+    dataset = Scaled()
+    loader = midepoch.wrap(dataset, seed=3)
+    assert len(loader) == SIZE
+    dataset.scale = 100
+    assert sorted(loader) == [100 * number for number in range(1, SIZE + 1)]
