@@ -378,16 +378,13 @@ class IterableAdapter(Adapter):
 
     def _deviated(self, why: str) -> None:
         """A sample of a driven session has deviated: from here on, the source is replayed."""
-        told, self._varies, self._why = self._varies, True, f"it {why}"
+        if not self._varies:
+            warn(
+                f"{_name(self._stream)} {why}: from here on, a resume reads the epoch again from its start. To resume "
+                "at once, let each sample draw as many indices, and let the source end with its samplers"
+            )
+        self._varies, self._why = True, f"it {why}"
         self.learned()
-        if not told:
-            self._tell_of_deviation(why)
-
-    def _tell_of_deviation(self, why: str) -> None:
-        warn(
-            f"{_name(self._stream)} {why}: from here on, a resume reads the epoch again from its start. To resume at "
-            "once, let each sample draw as many indices, and let the source end with its samplers"
-        )
 
     def _open_replay(self, run: Run) -> Session:
         varies = self._varies or run.detail.startswith("varies")
