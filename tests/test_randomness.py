@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import importlib
 import itertools
 import json
+import queue
 import random
 import sys
+import threading
+import time
 import types
 import warnings
 from collections import deque
@@ -1096,3 +1100,60 @@ def test_a_collate_function_that_is_tried_in_a_worker_leaves_the_readers_generat
         assert sources.taken(midepoch.wrap(source, seed=3)) == sources.taken(
             midepoch.wrap(DataLoader(DrawsFromNumpy(24), 4), seed=3)
         )
+
+
+class DrawsFromAll(Dataset[Any]):
+    """Samples that give other threads time."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        first = random.random(), np.random.rand(), float(torch.rand(()))
+        time.sleep(0.0005)
+        return [index, *first, random.random(), np.random.rand(), float(torch.rand(()))]
+
+
+def test_loaders_that_are_read_by_several_threads_give_what_each_gives_alone() -> None:
+    def read(seed: int) -> list[Any]:
+        return sources.taken(midepoch.wrap(DataLoader(DrawsFromAll(), batch_size=4), seed=seed))
+
+    alone = [read(seed) for seed in range(3)]
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    expected = random.random(), np.random.rand(), float(torch.rand(()))
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    switched = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(read, range(3))) == alone
+    finally:
+        sys.setswitchinterval(switched)
+    assert (random.random(), np.random.rand(), float(torch.rand(()))) == expected
+
+
+class Feeds(Dataset[Any]):
+    """Samples come from another loader, which another thread reads."""
+
+    def __init__(self, batches: queue.Queue[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.batches.get(timeout=60)
+
+
+def test_a_loader_that_waits_for_what_another_thread_reads_does_not_hang() -> None:
+    batches: queue.Queue[Any] = queue.Queue()
+
+    def read() -> None:
+        for batch in midepoch.wrap(DataLoader(DrawsFromAll(), batch_size=4), seed=0):
+            batches.put(len(batch))
+
+    outer = iter(midepoch.wrap(Feeds(batches), seed=0, verify="off"))
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    assert [index for index, _ in outer] == [0, 1, 2]
+    thread.join(60)

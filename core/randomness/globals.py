@@ -7,7 +7,7 @@ saved apart.
 A stamp tells whether a generator was used: it is its state, or a part that each use changes. Saving python's state
 takes 9 microseconds, so 32 bytes are read from where CPython keeps it. This way, the part that is taken of torch's
 state, and the way to save numpy's pair are tried once in a process, on other generators of these types. What fails is
-done by public calls alone. This module assumes one process and one thread.
+done by public calls alone. It assumes that one thread uses it at a time.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -57,6 +58,21 @@ _NOTHING: Any = ()
 
 # `streams`: those under which this thread reads; None outside.
 _current = threading.local()
+
+# The generators are the process's. A thread that reads waits for its turn, but not for ever: another one may wait for
+# what this one reads.
+_turn = threading.Lock()
+_SECONDS_TO_WAIT = 1.0
+
+
+def _begin_turns() -> None:
+    """In a process that was forked while a thread had its turn, nobody would end that."""
+    global _turn
+    _turn = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_turns)
 
 
 def process_seed() -> int:
@@ -151,6 +167,7 @@ class Streams:
         self._saved: Sequence[Any] | None = None  # the states of the source's own; None between batches
         self._stays = False  # nothing is restored
         self._outer: Streams | None = None
+        self._turn: threading.Lock | None = None  # while this thread has it
         self.first = self.keyless = self.asked = self.asked_seed = self.kept = False
         self.key: int | None = None
         self.generator: np.random.Generator | None = None
@@ -333,10 +350,13 @@ class Streams:
         self.asked = self.asked_seed = False
         self._seeds, self._noted = seeds, _NONE if notes else None
         self._stays = outer is None and get_worker_info() is not None
+        self._turn = None
         if self._stays:
             self._globals.stay(seeds)
             self._saved = _NOTHING
         else:
+            if outer is None and (_turn.acquire(blocking=False) or _turn.acquire(timeout=_SECONDS_TO_WAIT)):
+                self._turn = _turn
             self._globals.take_over(seeds)
             self._saved = [each.save() for each in self._owned] if self._owned else _NOTHING
         if self._devices is not None:
@@ -367,6 +387,9 @@ class Streams:
                     each.restore(state)
         if devices is not None:
             devices.restore()
+        if self._turn is not None:
+            self._turn.release()
+            self._turn = None
         self._saved, _current.streams = None, self._outer
         if noted is not None:
             used, self._known = _either(noted, used) if used is not _NONE else noted, True
