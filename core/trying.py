@@ -161,7 +161,8 @@ def tried_on_copy(
         call: is given the copy.
         key: of the random stream of each call.
         first: what the first call is to return; None to call twice.
-        rereads: generators that the first call makes are seeded, too, as by a reader that can read a batch again.
+        rereads: generators that the first call makes are seeded, too, as by a reader that can read a batch again. If
+            not, each call is a pass.
         devices: the code may draw from the generators of devices, too.
     """
     copied = value if isinstance(value, Copied) else copy_of(value)
@@ -173,6 +174,8 @@ def tried_on_copy(
             streams = Streams(copy, devices=devices)
             streams.begin_pass()
             one = _looked(streams, call, copy, key) if first is None else first
+            if not rereads:
+                streams.begin_pass()  # which may find others: some objects make a new generator in each pass
             other = _looked(streams, call, copy, key)
             if rereads and first is None and streams.made_late():
                 one, other = _looked(streams, call, copy, key), _looked(streams, call, copy, key)

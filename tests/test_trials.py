@@ -284,6 +284,33 @@ class Logged:
             yield number
 
 
+class NewGenerator(IterableDataset[int]):
+    """Each pass draws from a generator of its own, made from that of the pass before, as fastai's loaders do."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(1)
+
+    def __iter__(self) -> Iterator[int]:
+        self.rng = random.Random(self.rng.random())
+        order = list(range(9))
+        self.rng.shuffle(order)
+        yield from order
+
+
+def test_a_generator_that_each_pass_makes_anew_is_exact() -> None:
+    whole, loader = midepoch.wrap(NewGenerator(), seed=0), midepoch.wrap(NewGenerator(), seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = [sources.taken(whole) for _ in range(3)]
+    assert loader.capabilities.exact_order
+    sources.taken(loader)
+    sources.taken(loader, 4)
+    resumed = midepoch.wrap(NewGenerator(), seed=0)
+    resumed.load_state_dict(loader.state_dict())
+    assert sources.taken(resumed) == expected[1][4:]
+    assert sources.taken(resumed) == expected[2]
+
+
 def test_a_trial_reads_one_unit_in_each_of_two_passes_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
     loader = midepoch.wrap(Logged(log), seed=5)
