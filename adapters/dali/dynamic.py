@@ -239,7 +239,7 @@ class _DynamicSession(Session):
             )
         return mark
 
-    def following(self) -> str:
+    def next_epoch_detail(self) -> str:
         """The reader's state at the epoch's end."""
         return self.mark()
 

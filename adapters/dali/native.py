@@ -135,7 +135,7 @@ class NativeAdapter(Adapter):
     departs: ClassVar[frozenset[str] | None] = frozenset({"order", "traces"})
     unit = "batch"
     seals_detail = True  # DALI would crash, hang or read other data
-    leads = True
+    needs_detail = True
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -333,7 +333,7 @@ class NativeAdapter(Adapter):
                 "was, or start over without the state"
             )
 
-    def lead(self, here: Place, there: Where, seed: int, world: World) -> str:
+    def detail_at(self, here: Place, there: Where, seed: int, world: World) -> str:
         """The same checkpoint: the rest of its epoch is read, and thrown away."""
         self._check_way(_Checkpoint.of(here.detail).at, there)
         return here.detail
@@ -551,7 +551,7 @@ class _NativeSession(Session):
         """The checkpoints, and where they were taken."""
         return self._run.detail if mark is None else mark.text()
 
-    def following(self) -> str:
+    def next_epoch_detail(self) -> str:
         """The checkpoints at the end of the epoch, from which the next one starts."""
         return self.detail(self.mark())
 

@@ -164,7 +164,7 @@ class StatefulAdapter(Adapter):
         elif (why := self.unreachable(epoch, position, detail)) and self._read_epoch != epoch - 1:
             raise StateError(f"{why}: load a state that was saved after a batch")
 
-    def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
+    def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """The source's own state at its end leads to the next epoch. No other one leads to a place not read."""
         ended = here.detail.startswith(ENDED) and there == (here.epoch + 1, 0)
         return here.detail.removeprefix(ENDED) if ended and not self.begins_anew else ""

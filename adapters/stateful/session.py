@@ -167,7 +167,7 @@ class StatefulSession(Session):
     def mark(self) -> str:
         """The source's current state."""
         if self._over and self._steps is None:
-            return ENDED + self.following()
+            return ENDED + self.next_epoch_detail()
         if self._asked[0] != self._handed_out:
             if self._failed:
                 raise StateError(
@@ -188,7 +188,7 @@ class StatefulSession(Session):
             )
         return mark
 
-    def following(self) -> str:
+    def next_epoch_detail(self) -> str:
         """The source's own state at its end; nothing if iterating it begins an epoch."""
         if self._adapter.rewinds:
             if self._steps is not None and self._iterator is not None:

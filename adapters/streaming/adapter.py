@@ -68,7 +68,7 @@ class StreamingAdapter(Adapter):
     name: ClassVar[str] = "streaming"
     departs: ClassVar[frozenset[str] | None] = frozenset({"order", "ranks", "traces"})
     seals_detail = True
-    leads = True
+    needs_detail = True
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -217,14 +217,14 @@ class StreamingAdapter(Adapter):
 
     # --- states ---
 
-    def beginning(self, epoch: int, world: World) -> str:
+    def start_detail(self, epoch: int, world: World) -> str:
         """The parameters of the order."""
         return str(self._order_parameters(world))
 
-    def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
+    def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """The same parameters."""
         self._check_position(*there, world, here.detail)
-        return here.detail or self.beginning(there[0], world)
+        return here.detail or self.start_detail(there[0], world)
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """Check that this run can follow the saved order."""
@@ -585,7 +585,7 @@ class _StreamingSession(SeeingSession):
         """The parameters of the order."""
         return self._detail
 
-    def following(self) -> str:
+    def next_epoch_detail(self) -> str:
         """The parameters of the order."""
         return self._detail
 

@@ -48,7 +48,7 @@ class IndexedAdapter(Adapter):
         self._limit = pipeline.limit
         # An epoch ends where with_epoch says, so the state must say where it began.
         self._counted = self._limit is not None and self._limit.units is not None
-        self.leads = self.seals_detail = self._counted
+        self.needs_detail = self.seals_detail = self._counted
         whole = not pipeline.late_sample_stages
         self._reader = IndexedReader(index, self._order, pipeline, keys, options.streams, whole)
         self._finish = Finish(pipeline, options.streams, whole)
@@ -94,17 +94,17 @@ class IndexedAdapter(Adapter):
             raise StateCorruptError(f"epoch {epoch} begins after {base} samples, which is too many: use a lower epoch")
         return base
 
-    def beginning(self, epoch: int, world: World) -> str:
+    def start_detail(self, epoch: int, world: World) -> str:
         """With with_epoch: where the epoch begins, counted through all passes, and its size."""
         if not self._counted:
             return ""
         return _counted_detail(self._base(epoch, world, ""), self._full_size(world) or 0)
 
-    def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
+    def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """Skip the rest of an epoch of with_epoch."""
         if there != (here.epoch + 1, 0) or not self._counted:
             return ""
-        base, size = _parse_counted(here.detail or self.beginning(here.epoch, world))
+        base, size = _parse_counted(here.detail or self.start_detail(here.epoch, world))
         return _counted_detail(base + size, self._full_size(world) or 0)
 
     # --- description ---
@@ -235,9 +235,9 @@ class _IndexedSession(SeeingSession):
             if values:
                 break
             self._passed_over += 1
-            self.drift = self._ahead()
+            self.position_correction = self._ahead()
         self._taken += 1
-        self.drift = self._ahead()
+        self.position_correction = self._ahead()
         return values[0]
 
     def _key(self) -> int:
@@ -268,7 +268,7 @@ class _IndexedSession(SeeingSession):
         """With with_epoch: where the epoch began."""
         return self._details[0]
 
-    def following(self) -> str:
+    def next_epoch_detail(self) -> str:
         """Where the next epoch begins."""
         return self._details[1]
 

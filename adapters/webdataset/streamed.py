@@ -64,7 +64,7 @@ class StreamedAdapter(Adapter):
         self._layout = layout._replace(streams=stated or next(n for n in self._usual if n <= max(1, layout.places)))
         self._streams = self._layout.streams  # of the open session, or of the last one
         self.seed = pipeline.seed
-        self.leads = pipeline.limit is not None or not self._is_stated
+        self.needs_detail = pipeline.limit is not None or not self._is_stated
         whole = not pipeline.late_sample_stages
         if pipeline.limit is not None and pipeline.limit.passes is not None:
             raise UnsupportedSourceError("repeat(n) on shards that are streamed: use with_epoch, or loop over epochs")
@@ -169,7 +169,7 @@ class StreamedAdapter(Adapter):
         shared = (math.lcm(number, readers) for number in self._usual)
         return next((number for number in shared if number <= most), readers)
 
-    def beginning(self, epoch: int, world: World) -> str:
+    def start_detail(self, epoch: int, world: World) -> str:
         """The number of streams, if it is another than the fingerprint states."""
         try:
             return self._beginning(self._streams_for(world))
@@ -200,7 +200,7 @@ class StreamedAdapter(Adapter):
         following = max(place.following for place in places)
         return str(Cursors(following, places[0].size, cursors, places[0].streams))
 
-    def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
+    def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """The next epoch continues where with_epoch ended one. It keeps the number of streams."""
         if not here.detail or there != (here.epoch + 1, 0):
             return ""
@@ -371,7 +371,7 @@ class _StreamedSession(Session):
         while not (values := self._taken()):
             if self._left is not None:
                 # An empty batch still counts in an epoch of with_epoch, so the position moves past it.
-                self.drift += 1
+                self.position_correction += 1
         return values[0]
 
     def _taken(self) -> list[Any]:
@@ -406,7 +406,7 @@ class _StreamedSession(Session):
         """As text."""
         return str(mark)
 
-    def following(self) -> str:
+    def next_epoch_detail(self) -> str:
         """The cursors at which the next epoch continues; one that is a pass begins anew."""
         if self._continues:  # with the next epoch's own size, which follows from the world then
             return str(Cursors(self._following, 0, dict(self._cursors), self._place.streams))

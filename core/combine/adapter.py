@@ -44,7 +44,7 @@ class CombinedAdapter(Adapter):
     name: ClassVar[str] = "combined"
     unit = "batch"
     seals_detail = True
-    leads = True
+    needs_detail = True
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -103,7 +103,7 @@ class CombinedAdapter(Adapter):
     def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
         """The steps that are left, if each part knows its own length."""
         self._check_world(world)
-        standings = Standings.read(detail or self.beginning(epoch, world), len(self.parts))
+        standings = Standings.read(detail or self.start_detail(epoch, world), len(self.parts))
         if position == 0:
             ended = [False] * len(self.parts)
             bases = standings.bases
@@ -197,7 +197,7 @@ class CombinedAdapter(Adapter):
 
     @property
     def can_seek(self) -> bool:
-        """Yes, to beginnings of epochs; `lead` refuses other places."""
+        """Yes, to beginnings of epochs; `detail_at` refuses other places."""
         return True
 
     def check_reshard(self, world: World) -> None:
@@ -239,7 +239,7 @@ class CombinedAdapter(Adapter):
         """Never: within an epoch, the parts' places follow only from reading."""
         return False
 
-    def beginning(self, epoch: int, world: World) -> str:
+    def start_detail(self, epoch: int, world: World) -> str:
         """The parts' places."""
         return self.upcoming(epoch)
 
@@ -251,7 +251,7 @@ class CombinedAdapter(Adapter):
         for part, state in zip(self.parts, standings.states, strict=True):
             part.check(state)
 
-    def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
+    def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """Only to beginnings of epochs. Within one, the parts' places follow only from reading."""
         epoch, position = there
         if position:

@@ -140,7 +140,7 @@ class _CombinedSession(Session):
         """The parts' states at the mark."""
         return self._mixture.standings(self._epoch, mark).as_text()
 
-    def following(self) -> str:
+    def next_epoch_detail(self) -> str:
         """The parts at the beginning of the next epoch."""
         return self._mixture.upcoming(self._epoch + 1)
 

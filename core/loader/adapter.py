@@ -184,7 +184,7 @@ class Session:
         take: returns the next batch; raises StopIteration at the end, each time it is called. Every batch passes
             here, so `take` may be an attribute that holds an iterator's own ``__next__``.
         marks: the loader calls `mark` before each batch. Set it where `detail` is neither constant nor computed.
-        drift: a correction to the position that follows from the number of batches. Only reading tells it: it is
+        position_correction: to the position that follows from the number of batches. Only reading tells it: it is
             positive after steps that had no batch, negative after a short last global batch. Only sessions with `marks`
             use it.
         others_go_on: in an epoch of unknown length, this rank has no batches left but another rank has.
@@ -196,7 +196,7 @@ class Session:
     take: Callable[[], Any]
     seen: WitnessReport | None = None
     marks: bool = False
-    drift: int = 0
+    position_correction: int = 0
     others_go_on: bool = False
 
     @property
@@ -227,7 +227,7 @@ class Session:
         """
         return ""
 
-    def following(self) -> str:
+    def next_epoch_detail(self) -> str:
         """The detail with which the next epoch begins. Called after the last batch of this epoch."""
         return ""
 
@@ -268,7 +268,7 @@ class Adapter(ABC):
         remembers: a session still knows its detail of earlier batches, as `in_flight` needs.
         seals_detail: the detail contains a position of its own. A checksum ties it to the state's position, so that a
             state whose position was edited by hand is refused, and does not continue where the detail leads.
-        leads: `lead` needs the detail of the place it starts from, not only epoch and position.
+        needs_detail: `detail_at` needs the detail of the place it starts from, not only epoch and position.
         settings: names of the keywords of `wrap` that only this adapter has; it checks their values itself.
         redescribed: how often `describe` has begun to give something else.
         around: what passes the source's batches on; None if they are handed out as they are. Set by `wrap`.
@@ -285,7 +285,7 @@ class Adapter(ABC):
     seed_is_shared: bool = True
     seals_detail: bool = False
     remembers: bool = True
-    leads: bool = False
+    needs_detail: bool = False
     reads_any_span: bool = False
     departs: ClassVar[frozenset[str] | None] = frozenset({"order"})
 
@@ -493,7 +493,7 @@ class Adapter(ABC):
 
     @property
     def can_seek(self) -> bool:
-        """Whether `lead` can find any place. If not, only a state can reach a place within an epoch."""
+        """Whether `detail_at` can find any place. If not, only a state can reach a place within an epoch."""
         return self.rank_independent
 
     @property
@@ -521,15 +521,15 @@ class Adapter(ABC):
     def reshard(self, world: World) -> None:  # noqa: B027  # nothing to do for most
         """Tell the loaders inside that the rest of the epoch is shared by another world. No session is open."""
 
-    def beginning(self, epoch: int, world: World) -> str:
+    def start_detail(self, epoch: int, world: World) -> str:
         """The detail of a state saved at an epoch's beginning, before a session is opened."""
         return ""
 
-    def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
+    def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """The detail of a place that no session has reached: after a `seek` or a ``break``, or in a later epoch.
 
         Args:
-            here: the loader's place; its detail is empty unless `leads` is set.
+            here: the loader's place; its detail is empty unless `needs_detail` is set.
             there: (epoch, position), before or after `here`.
             seed: that of a session opened there.
             world: likewise.

@@ -373,9 +373,9 @@ class Loader:
         if not (self._adapter.can_seek or begins or ends):
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
         if size and position == size:
-            self._move(self._progress.lead(epoch + 1, 0).before(size))
+            self._move(self._progress.place_at(epoch + 1, 0).before(size))
         else:
-            self._move(self._progress.lead(epoch, position))
+            self._move(self._progress.place_at(epoch, position))
         self._ahead, self._progress.refusal = 0, None
 
     def set_epoch(self, epoch: int) -> None:
@@ -409,7 +409,7 @@ class Loader:
         if epoch > self.epoch or (epoch < self.epoch and fresh):
             if progress.new_epoch:
                 progress.end_pass()
-            self._move(progress.lead(epoch, 0))
+            self._move(progress.place_at(epoch, 0))
             progress.fresh = fresh
 
     # --- ranks that leave and join while training goes on ---

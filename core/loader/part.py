@@ -175,7 +175,7 @@ class Part:
         if here.at_end:
             here = here.after()
         if here[:2] != (epoch, 0):
-            here = Place(epoch, 0, adapter.lead(here, (epoch, 0), state["seed"], self.world))
+            here = Place(epoch, 0, adapter.detail_at(here, (epoch, 0), state["seed"], self.world))
         self.loader._progress.refresh()
         return self.loader._states.build(here, state["seed"], self.world, state.get("witness", ""))
 

@@ -217,18 +217,18 @@ class Progress:
         if self.is_at_end:
             return 0
         reading = self.reading
-        if reading is not None and not reading.session.drift:
+        if reading is not None and not reading.session.position_correction:
             return reading.steps_left
         share = self.share(self.setting.world(), self.epoch, self.position)
         return None if share is None else share.steps
 
     # --- going elsewhere ---
 
-    def lead(self, epoch: int, position: int) -> Place:
+    def place_at(self, epoch: int, position: int) -> Place:
         """The place at (epoch, position), which no session need have reached."""
         adapter, there = self.adapter, (epoch, position)
         here = Place(self.epoch, self.position)
-        if adapter.leads or here[:2] == there or self.is_at_end:
+        if adapter.needs_detail or here[:2] == there or self.is_at_end:
             here = self.here()
         if here[:2] == there:
             return here
@@ -237,7 +237,7 @@ class Progress:
             if here[:2] == there:
                 return here
         world = self.setting.world()
-        return Place(epoch, position, adapter.lead(here, there, self.setting.seed(world), world))
+        return Place(epoch, position, adapter.detail_at(here, there, self.setting.seed(world), world))
 
     def put(self, place: Place, ends_early: bool = False) -> None:
         """Be at `place`. The running pass, or else the next one, continues there."""
@@ -274,7 +274,7 @@ class Progress:
 
     def end_epoch(self) -> None:
         """Give up the rest of this epoch."""
-        following = self.lead(self.epoch + 1, 0)
+        following = self.place_at(self.epoch + 1, 0)
         nothing_since = (self.epoch, self.position) == self.origin[:2] and not self.within
         self.finish()
         self._close(self._without_reading())
@@ -300,7 +300,7 @@ class Progress:
         before: Place | None = None
         if self.failed:
             before, passed_over = place, len(self.failed) * adapter.units_per_step(world)
-            place = self.lead(place.epoch, place.position + passed_over)
+            place = self.place_at(place.epoch, place.position + passed_over)
         share: Share | None = None
         if not place.at_end:
             adapter.prepare(seed, place.epoch)
@@ -309,11 +309,11 @@ class Progress:
             # Less than one global batch is left.
             if self.body is not None or before is not None or self.ends_early:
                 return False
-            place = self.place = self.lead(place.epoch + 1, 0)
+            place = self.place = self.place_at(place.epoch + 1, 0)
             self.unfinished = None
             adapter.prepare(seed, place.epoch)
             share = adapter.share(seed, place.epoch, 0, world, place.detail)
-        detail = place.detail or ("" if place.position else adapter.beginning(place.epoch, world))
+        detail = place.detail or ("" if place.position else adapter.start_detail(place.epoch, world))
         if place == self.origin:
             # As the source says it now, which reading changes.
             self.origin = place._replace(detail=detail)
@@ -479,7 +479,7 @@ class Progress:
             return
         reading.settled = True
         try:
-            detail = reading.session.following()
+            detail = reading.session.next_epoch_detail()
         except SourceError:
             raise
         except Exception as error:  # noqa: BLE001  # a source that cannot say its state is read all the same
@@ -577,7 +577,7 @@ class Progress:
                     "__len__, or find where its code raises StopIteration"
                 ) from None
             # An empty epoch, a rank without a part of the last global batch, or last steps without batches.
-            continues = resumed and session.drift > 0
+            continues = resumed and session.position_correction > 0
             self.last_given_out(this, reading)
             if not continues:
                 self.finish()
@@ -609,11 +609,11 @@ class Progress:
         following: Place | None = None
         if not self.adapter.can_seek:
             with contextlib.suppress(Exception):  # a source that cannot say its state is read all the same
-                following = Place(epoch + 1, 0, reading.session.following())
+                following = Place(epoch + 1, 0, reading.session.next_epoch_detail())
         self.suspend()
         if following is None and not (isinstance(self.place.detail, Unknown) and self.body is not None):
             with contextlib.suppress(StateError):  # likewise: the next pass begins the next epoch
-                following = self.lead(epoch + 1, 0)
+                following = self.place_at(epoch + 1, 0)
         self.new_epoch = True
         if following is None:
             return
@@ -637,7 +637,7 @@ class Progress:
             size = self.adapter.size(self.setting.seed(world), place.epoch, world, place.known_detail)
             if self.failed:
                 self._warn_of_failed(place.epoch, place.position, place.position if size is None else size)
-            following = self.lead(place.epoch + 1, 0)
+            following = self.place_at(place.epoch + 1, 0)
             if self.body is not None and size is not None:
                 self.place = following.before(size)
             else:

@@ -57,7 +57,7 @@ class Reading:
     def steps_left(self) -> int | None:
         """Batches of this rank that are left; None if unknown, or if the session has corrected its position."""
         share = self.run.share
-        known = share is not None and not self.session.drift and not self.session.varies
+        known = share is not None and not self.session.position_correction and not self.session.varies
         return share.steps - self.steps if known and share is not None else None
 
     def mark(self) -> Any:
@@ -77,11 +77,11 @@ class Reading:
             self.correct()
 
     def correct(self) -> None:
-        """Correct the position by the session's `drift`, and do not count a global batch before all of it is given."""
+        """Correct the position as the session says, and do not count a global batch before all of it is given."""
         if self.session.varies:
             self.share = self.last_step = None
         moved = self.steps * self._global_batch if self._micro is None else self._micro.moved(self.steps)
-        self.position = self.run.position + moved + self.session.drift
+        self.position = self.run.position + moved + self.session.position_correction
 
     def place(self, mark: Any = None) -> Place:
         """Where it is. `mark`: taken before a batch that failed.

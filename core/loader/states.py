@@ -34,7 +34,7 @@ class States:
         """The state at a place."""
         adapter, detail = self._adapter, place.detail
         if not detail and (place.at_end or not place.position):
-            detail = adapter.beginning(place.epoch + place.at_end, world)
+            detail = adapter.start_detail(place.epoch + place.at_end, world)
         if not place.at_end:
             adapter.expect(seed, place.epoch)
         if adapter.redescribed != self._redescribed:

@@ -72,16 +72,16 @@ class _WholeBatches(Session):
         self._offset = adapter.sharing(run.world).rank * adapter.batch_size  # of this rank's part of a global batch
         self._keys: dict[int, int] = {}  # by position
         self._made = 0
-        self._drift_before = 0  # of the sessions before `inner`
+        self._correction_before = 0  # of the sessions before `inner`
         self._seen: WitnessReport | None = None
         self._failed = False
 
     # --- the inner session's answers ---
 
     @property
-    def drift(self) -> int:  # type: ignore[override]
+    def position_correction(self) -> int:  # type: ignore[override]
         """The inner session's."""
-        return self._drift_before + self._inner.drift
+        return self._correction_before + self._inner.position_correction
 
     @property
     def others_go_on(self) -> bool:  # type: ignore[override]
@@ -116,9 +116,9 @@ class _WholeBatches(Session):
         inner, own = (self._inner, None) if mark is None else mark
         return str(inner.detail(own))
 
-    def following(self) -> str:
+    def next_epoch_detail(self) -> str:
         """The inner session's."""
-        return self._inner.following()
+        return self._inner.next_epoch_detail()
 
     def close(self) -> None:
         """Close the inner session."""
@@ -136,9 +136,9 @@ class _WholeBatches(Session):
             return result
         if not made:
             streams.begin_pass(rest=derive_key(Purpose.REST, self._run.seed, self._run.epoch))
-        mark, drift = (inner.mark(), inner.drift) if self._rereads and self.marks and made else (None, inner.drift)
+        mark, correction = inner.mark() if self._rereads and self.marks and made else None, inner.position_correction
         batch = self._take()
-        at = self._run.position + made * self._global_batch + self._drift_before + drift
+        at = self._run.position + made * self._global_batch + self._correction_before + correction
         if self._micro is not None:
             at = self._micro.span(made)[0] - self._offset
         trial = CallTrial(self._function, devices=True) if self._then.tries else None
@@ -193,7 +193,7 @@ class _WholeBatches(Session):
         run, adapter, inner = self._run, self._adapter, self._inner
         detail = inner.detail(mark) if self._made else run.detail
         self._seen, self._failed = self.seen, False
-        self._drift_before = at - run.position - self._made * self._global_batch
+        self._correction_before = at - run.position - self._made * self._global_batch
         inner.close()
         share = adapter.share(run.seed, run.epoch, at, run.world, detail)
         self._inner = adapter.session(Run(run.epoch, at, run.seed, run.world, share, run.tail, detail))

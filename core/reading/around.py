@@ -240,7 +240,7 @@ class _AroundSession(Session):
         # An error behind the last batch changes how many batches are expected, of which only marks tell.
         self.marks = inner.marks or adapter.remembers
         self._keeps = inner.marks or not adapter.remembers
-        self._kept: dict[int, tuple[Any, int]] = {}  # by a batch's number: mark and drift from before it
+        self._kept: dict[int, tuple[Any, int]] = {}  # by a batch's number: mark and position_correction from before it
         self._steps = None if run.share is None else run.share.steps
         self._micro = run.share if isinstance(run.share, MicroShare) else None
         self._key = derive_key(Purpose.WRAPPER, run.seed, run.epoch)
@@ -288,13 +288,13 @@ class _AroundSession(Session):
         return self._late or self._inner.raises
 
     @property
-    def drift(self) -> int:  # type: ignore[override]
+    def position_correction(self) -> int:  # type: ignore[override]
         """The inner session's after the batch that was handed out last."""
         if self._handed in self._kept:
             return self._kept[self._handed][1]
         share = self._run.share
         if self._late is None or self._inner.marks or share is None:
-            return self._inner.drift
+            return self._inner.position_correction
         moved = self._handed * self._global_batch if self._micro is None else self._micro.moved(self._handed)
         return min(0, share.size - self._run.position - moved)  # by which the last batch was short
 
@@ -306,9 +306,9 @@ class _AroundSession(Session):
         """The inner session's."""
         return self._inner.detail(mark)
 
-    def following(self) -> str:
+    def next_epoch_detail(self) -> str:
         """The inner session's."""
-        return self._inner.following()
+        return self._inner.next_epoch_detail()
 
     def close(self) -> None:
         """Leave the object as it was, and close the inner session."""
@@ -381,7 +381,7 @@ class _AroundSession(Session):
         if self._ready or self._inside_ended or self._error is not None:
             return
         if self._keeps:
-            self._kept[self._asked] = self._inner.mark() if self._asked else None, self._inner.drift
+            self._kept[self._asked] = self._inner.mark() if self._asked else None, self._inner.position_correction
         try:
             self._ready.append(self._inner.take())
         except StopIteration:

@@ -247,7 +247,7 @@ class IterableAdapter(Adapter):
             rank_independent=promises.ONE_STATE,
         )
 
-    def lead(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
+    def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """The draws of a sample, or the number of workers. Stored so that loaders with others refuse the state."""
         if self._varies:
             return _VARIES
@@ -257,7 +257,7 @@ class IterableAdapter(Adapter):
             return "" if self._draws is None else self._detail(self._draws, seed, there[0])
         return f"workers={self._workers};chain="
 
-    def beginning(self, epoch: int, world: World) -> str:
+    def start_detail(self, epoch: int, world: World) -> str:
         """That the source is replayed, if a sample has deviated."""
         return _VARIES if self._varies else ""
 
@@ -574,7 +574,7 @@ class _AloneSession(_DrivenSession):
         return self._reader.varies
 
     @property
-    def drift(self) -> int:  # type: ignore[override]
+    def position_correction(self) -> int:  # type: ignore[override]
         """Samples by which the last batch was short."""
         return -self._reader.missing
 
@@ -586,7 +586,7 @@ class _AloneSession(_DrivenSession):
         """That the epoch can only be replayed from now on, or what leads to a jump."""
         return _VARIES if mark else self._detail
 
-    def following(self) -> str:
+    def next_epoch_detail(self) -> str:
         """The same, for the next epoch's beginning."""
         return _VARIES if self._reader.varies else ""
 
@@ -658,11 +658,11 @@ class _SharedStreamSession(_ReplaySession):
         if isinstance(answer, End):
             self._ended = True
             if answer.units:  # other ranks have received them
-                self.drift += answer.units
+                self.position_correction += answer.units
                 self._chain = answer.chain
             raise StopIteration
         self._chain = answer.chain
-        self.drift = -answer.missing
+        self.position_correction = -answer.missing
         if answer.late is not None:
             self._late = sent_error(answer.late)
         return answer.batch

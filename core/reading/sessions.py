@@ -72,7 +72,7 @@ class IteratorSession(SeeingSession):
         """The same throughout the epoch."""
         return self._detail
 
-    def following(self) -> str:
+    def next_epoch_detail(self) -> str:
         """Known from the start."""
         return self._following
 

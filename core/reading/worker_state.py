@@ -269,7 +269,7 @@ class WorkerStateAdapter(Adapter):
         """Yes: worker processes are new in each epoch."""
         return True
 
-    def lead(self, here: Any, there: tuple[int, int], seed: int, world: World) -> str:
+    def detail_at(self, here: Any, there: tuple[int, int], seed: int, world: World) -> str:
         """Nothing at the beginning of an epoch."""
         return ""
 
