@@ -407,9 +407,10 @@ class Loader:
             return
         epoch = max(epoch - self._ahead, 0)
         if epoch > self.epoch or (epoch < self.epoch and fresh):
+            there = progress.place_at(epoch, 0)  # before anything changes: it may be refused
             if progress.new_epoch:
                 progress.end_pass()
-            self._move(progress.place_at(epoch, 0))
+            self._move(there)
             progress.fresh = fresh
 
     # --- ranks that leave and join while training goes on ---
