@@ -1,17 +1,13 @@
-"""The report of an examination as an HTML page: the finding, which samples each rank received, the laws.
-
-Needs jinja2, which the extra `midepoch[cli]` brings.
-"""
+"""The report of an examination as an HTML page: the finding, which samples each rank received, the laws."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import groupby
-
-from jinja2 import Environment, StrictUndefined
 
 from . import items
 from .diagnosis import Diagnosis
@@ -113,35 +109,6 @@ def _samples(recording: Recording, epoch: int, batches: int | None = None) -> tu
     return tuple(sample for batch in recording.passes[epoch].ids[:batches] for sample in batch)
 
 
-@dataclass(frozen=True)
-class _Bar:
-    """Neighbouring samples of one kind in a row of a drawing."""
-
-    kind: str
-    left: float
-    width: float
-    name: str
-
-
-@dataclass(frozen=True)
-class _Drawing:
-    """Rows of bars, each row with its label. `verdict` states the result, and `tone` is its colour."""
-
-    caption: str
-    verdict: str
-    tone: str
-    rows: tuple[tuple[str, tuple[_Bar, ...]], ...]
-
-
-@dataclass(frozen=True)
-class _Section:
-    """One epoch and change of the number of ranks: what went wrong, and drawings of the other cuts."""
-
-    title: str
-    problems: tuple[str, ...]
-    drawings: tuple[_Drawing, ...]
-
-
 def make_page(
     target: str,
     diagnosis: Diagnosis,
@@ -164,30 +131,73 @@ def make_page(
     unkept = sum(verdict.error is not None for verdict in report.trials)
     words = "every law that applies holds" if not failed else f"{failed} of {len(report.verdicts)} laws are broken"
     words = f"{unkept} of {len(report.trials)} trials find a promise that is not kept; {words}" if unkept else words
-    return _PAGE.render(
-        target=target,
-        diagnosis=diagnosis,
-        comparison=comparison,
-        verdict=words,
-        tone="bad" if failed or unkept else "good",
-        promises=report.promises,
-        versions=versions,
-        date=time.strftime("%Y-%m-%d %H:%M"),
-        verdicts=_in_order(report),
-        legend=legend([*report.trials, *report.verdicts]),
-        sides={heading: [_section(cuts) for cuts in _together(taken)] for heading, taken in pictures.items()},
-        labels=_LABELS,
-        height=_HEIGHT,
-        width=_WIDTH,
-    )
-
-
-def _in_order(report: Report) -> list[Verdict]:
-    """Trials before laws, since they name causes; in both, what failed before the others."""
-    return [
-        *sorted(report.trials, key=lambda verdict: verdict.error is None),
-        *sorted(report.verdicts, key=lambda verdict: verdict.error is None),
+    parts = [
+        f"<h1>{escape(target)}</h1>",
+        f'<p class="finding">{_span(diagnosis.tone, diagnosis.title)}</p>',
+        _listed(diagnosis.facts),
+        f"<p>{escape(diagnosis.together)}. Mend this first, then check again.</p>" if diagnosis.together else "",
     ]
+    for error in diagnosis.others:
+        where = f" at {error.place}" if error.place else ""
+        also = f"Also: the law '{error.law}' is broken{where}: {error.got[:1000]}"
+        parts.append(f"<p>{escape(also)}</p>")
+    rows = [("", question, *(_span(each.tone, each.text) for each in answers)) for question, answers in comparison.rows]
+    parts += [_table(("", *comparison.headings), rows), "<h2>Which samples each rank received</h2>", _COLUMNS]
+    for heading, taken in pictures.items():
+        first, *others = [_section(cuts) for cuts in _together(taken)] or [_NOTHING]
+        more = f"<details><summary>Other epochs and numbers of ranks</summary>{''.join(others)}</details>"
+        parts.append(f"<h3>{escape(heading)}</h3>{first}{more if others else ''}")
+    tone, date = "bad" if failed or unkept else "good", time.strftime("%Y-%m-%d %H:%M")
+    parts.append(f"<h2>What it rests on</h2><p>{_span(tone, words)}. {escape(versions)}; {date}.</p>")
+    if report.promises:
+        standing = [
+            (_TONES.get(each.standing, "other"), each.name, each.standing, escape(each.reason))
+            for each in report.promises
+        ]
+        parts.append(_table(("promise", "rests on", ""), standing) + _STANDINGS)
+    # Trials before laws, since they name causes; in both, what failed before the others.
+    verdicts = [each for group in (report.trials, report.verdicts) for each in sorted(group, key=_holds)]
+    parts.append(_table(("law or trial", "verdict", "", "seconds"), map(_verdict_row, verdicts)))
+    meaning = legend(verdicts)
+    parts.append(f"<p>{escape(meaning)}.</p>" if meaning else "")
+    return _PAGE.format(title=escape(target), style=_STYLE, body="\n".join(filter(None, parts)))
+
+
+_TONES = {"holds": "good", "failed": "bad", "proved at each resume": "good", "tried": "good", "not kept": "bad"}
+
+
+def _holds(verdict: Verdict) -> bool:
+    return verdict.error is None
+
+
+def _verdict_row(verdict: Verdict) -> tuple[str, ...]:
+    error, reason = verdict.error, escape(verdict.reason)
+    if error is not None:
+        facts = (("where", error.place), ("expected", error.expected), ("got", error.got), ("usually", error.cause))
+        reason = _listed([each for each in (*facts, ("cure", error.cure)) if each[1]])
+    return _TONES.get(verdict.status, "other"), verdict.law, verdict.status, reason, f"{verdict.seconds:.2f}"
+
+
+def _span(tone: str, text: str) -> str:
+    return f'<span class="{tone}">{escape(text)}</span>'
+
+
+def _listed(facts: Iterable[tuple[str, str]]) -> str:
+    lines = "".join(f"<dt>{escape(label)}</dt><dd>{escape(text[:4000])}</dd>" for label, text in facts)
+    return f"<dl>{lines}</dl>" if lines else ""
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A row begins with its tone and its name; its other cells are HTML."""
+    head = "".join(f"<th>{escape(each)}</th>" for each in headings)
+    body = "".join(
+        f'<tr class="{tone}"><th scope="row">{escape(name)}</th>{"".join(f"<td>{each}</td>" for each in cells)}</tr>'
+        for tone, name, *cells in rows
+    )
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+# --- drawings -----------------------------------------------------------------------------------------------------
 
 
 def _together(pictures: Sequence[Picture]) -> list[list[Picture]]:
@@ -198,35 +208,37 @@ def _together(pictures: Sequence[Picture]) -> list[list[Picture]]:
     return list(groups.values())
 
 
-def _section(cuts: Sequence[Picture]) -> _Section:
+def _section(cuts: Sequence[Picture]) -> str:
     """Every cut as a row. The first cut that failed, or else the middle one, also with a lane for each rank."""
-    epoch, (old, new) = cuts[0].epoch, cuts[0].worlds
-    title = f"epoch {epoch}, {_ranks(old)} before and {_ranks(new)} after"
-    problems = []
+    before, after = ("1 rank" if count == 1 else f"{count} ranks" for count in cuts[0].worlds)
+    title = f"epoch {cuts[0].epoch}, {before} before and {after} after"
+    parts = [f"<h4>{title}</h4>"]
     for problem in dict.fromkeys(picture.problem for picture in cuts if picture.problem):
         where = ", ".join(str(picture.cut) for picture in cuts if picture.problem == problem)
-        problems.append(f"cut after {where} batches: {problem[:1000]}")
-    drawn = [picture for picture in cuts if not picture.problem]
-    drawings = []
-    if drawn:
+        parts.append(f'<p class="other">{escape(f"cut after {where} batches: {problem[:1000]}")}</p>')
+    if drawn := [picture for picture in cuts if not picture.problem]:
         lost, repeated = max(len(each.lost) for each in drawn), max(len(each.repeated) for each in drawn)
         words = f"{len(drawn)} cuts: at worst {lost} lost and {repeated} repeated"
-        drawings.append(_Drawing(f"{title}, a row for each cut", words, _tone(lost, repeated), _overview(drawn)))
+        parts.append(_drawing(f"{title}, a row for each cut", words, lost, repeated, map(_overview, drawn)))
         wrong = [each for each in drawn if each.lost] or [each for each in drawn if each.repeated]
         shown = wrong[0] if wrong else drawn[len(drawn) // 2]
         lost, repeated = len(shown.lost), len(shown.repeated)
-        words = f"{len(shown.order)} samples: {lost} lost, {repeated} repeated"
         caption = f"{title}, cut after {shown.cut} batches of each rank"
-        drawings.append(_Drawing(caption, words, _tone(lost, repeated), _lanes(shown)))
-    return _Section(title, tuple(problems), tuple(drawings))
+        words = f"{len(shown.order)} samples: {lost} lost, {repeated} repeated"
+        parts.append(_drawing(caption, words, lost, repeated, _lanes(shown)))
+    return "".join(parts)
 
 
-def _tone(lost: int, repeated: int) -> str:
-    return "bad" if lost else "warn" if repeated else "good"
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
+def _drawing(caption: str, words: str, lost: int, repeated: int, rows: Iterable[tuple[str, str]]) -> str:
+    """Rows of bars, each with its label."""
+    drawn = list(rows)
+    tone = "bad" if lost else "warn" if repeated else "good"
+    lanes = "".join(
+        f'<g transform="translate(0,{number * _HEIGHT})"><text x="0" y="11">{label}</text>{bars}</g>'
+        for number, (label, bars) in enumerate(drawn)
+    )
+    size = f'viewBox="0 0 {_WIDTH} {len(drawn) * _HEIGHT}" role="img" aria-label="{caption}: {words}"'
+    return f"<figure><figcaption>{caption}: {_span(tone, words)}</figcaption><svg {size}>{lanes}</svg></figure>"
 
 
 def _columns(order: Sequence[Hashable]) -> dict[Hashable, int]:
@@ -237,33 +249,29 @@ def _columns(order: Sequence[Hashable]) -> dict[Hashable, int]:
     return columns
 
 
-def _overview(pictures: Sequence[Picture]) -> tuple[tuple[str, tuple[_Bar, ...]], ...]:
-    """A row for each cut: which samples came before it, which after it, and which never or too often."""
-    columns = _columns(pictures[0].order)
-    rows = []
-    for picture in pictures:
-        kinds = dict.fromkeys((sample for rank in picture.after for sample in rank), "after")
-        kinds |= dict.fromkeys((sample for rank in picture.before for sample in rank), "before")
-        kinds |= dict.fromkeys(picture.repeated, "repeated") | dict.fromkeys(picture.lost, "lost")
-        stretches = groupby(enumerate(columns), key=lambda item: kinds.get(item[1], ""))
-        bars = tuple(_bar(kind, list(items), len(columns)) for kind, items in stretches if kind)
-        rows.append((f"after {picture.cut}", bars))
-    return tuple(rows)
+def _overview(picture: Picture) -> tuple[str, str]:
+    """A row for a cut: which samples came before it, which after it, and which never or too often."""
+    columns = _columns(picture.order)
+    kinds = dict.fromkeys((sample for rank in picture.after for sample in rank), "after")
+    kinds |= dict.fromkeys((sample for rank in picture.before for sample in rank), "before")
+    kinds |= dict.fromkeys(picture.repeated, "repeated") | dict.fromkeys(picture.lost, "lost")
+    stretches = groupby(enumerate(columns), key=lambda item: kinds.get(item[1], ""))
+    return f"after {picture.cut}", "".join(_bar(kind, list(each), len(columns)) for kind, each in stretches if kind)
 
 
-def _lanes(picture: Picture) -> tuple[tuple[str, tuple[_Bar, ...]], ...]:
+def _lanes(picture: Picture) -> list[tuple[str, str]]:
     """A row for each rank before and after the cut, and a row each for lost and repeated samples."""
     columns = _columns(picture.order)
     lanes = [(f"rank {rank}, before", "before", given) for rank, given in enumerate(picture.before)]
     lanes += [(f"rank {rank}, after", "after", given) for rank, given in enumerate(picture.after)]
     lanes += [("lost", "lost", picture.lost), ("repeated", "repeated", picture.repeated)]
-    return tuple(
-        (label, tuple(_bar(kind, [(columns[each], each)], len(columns)) for each in given if each in columns))
+    return [
+        (label, "".join(_bar(kind, [(columns[each], each)], len(columns)) for each in given if each in columns))
         for label, kind, given in lanes
-    )
+    ]
 
 
-def _bar(kind: str, samples: Sequence[tuple[int, Hashable]], columns: int) -> _Bar:
+def _bar(kind: str, samples: Sequence[tuple[int, Hashable]], columns: int) -> str:
     """One bar for neighbouring samples, each with its column."""
     step = (_WIDTH - _LABELS) / max(1, columns)
     gap = step * 0.1 if step > 3 else 0
@@ -272,18 +280,20 @@ def _bar(kind: str, samples: Sequence[tuple[int, Hashable]], columns: int) -> _B
     # Of a sample that nothing but its content names there is a digest, which says nothing to anyone.
     readable = [str(each) for each in (one, other)[: 1 + (first != last)] if not items.is_digest(each)]
     name = f"{name}: sample{'s' * (len(readable) > 1)} {' to '.join(readable)}" if readable else name
-    return _Bar(kind, _LABELS + first * step, max((last - first + 1) * step - gap, 0.5), name[:120])
+    place = f'x="{_LABELS + first * step:.2f}" width="{max((last - first + 1) * step - gap, 0.5):.2f}"'
+    return f'<rect class="{kind}" y="1" height="{_HEIGHT - 3}" {place}><title>{escape(name[:120])}</title></rect>'
 
 
-_PAGE = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string(
-    """\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>midepoch check: {{ target }}</title>
-<style>
+_COLUMNS = """\
+<p>Each column is a sample, in the order of a run on one rank; point at it to see which. Dark blue: before the cut;
+light blue: after it; red: never; orange: too often. If other numbers of ranks have another order, dark and light are
+mixed. If all ranks must have equally many batches, some samples are repeated at an epoch's end
+(<code>tail="pad"</code>).</p>"""
+_STANDINGS = """\
+<p>Proved at each resume: compared with the state before a resumed epoch goes on. Tried: here, at length, and in part
+whenever reading begins. Believed: neither; it rests on what the source says of itself.</p>"""
+_NOTHING = "<p>There is nothing to draw: the loader did not complete an uninterrupted run.</p>"
+_STYLE = """\
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; color: #222; }
 table { border-collapse: collapse; width: 100%; }
 th, td { border-bottom: 1px solid #ddd; padding: 0.3rem 0.6rem; text-align: left; vertical-align: top; }
@@ -295,106 +305,26 @@ p.finding { font-size: 1.3rem; }
 figure { margin: 0.6rem 0 1rem; } figcaption { margin-bottom: 0.3rem; }
 .wide, figure { overflow-x: auto; } h1, p { overflow-wrap: anywhere; }
 svg { width: 100%; min-width: 700px; height: auto; } svg text { font-size: 11px; fill: #555; }
-.verdicts td:nth-child(2) { white-space: nowrap; }
+tr:not([class=""]) td:nth-child(2) { white-space: nowrap; }
 @media (max-width: 40rem) { th[scope=row] { white-space: normal; } td { min-width: 7rem; } }
 .good td:nth-child(2), span.good { color: #17702e; }
 .bad td:nth-child(2), span.bad { color: #b3121d; font-weight: 600; }
 span.warn { color: #96590b; } .other { color: #666; }
 rect.before { fill: #3b6fb6; } rect.after { fill: #7fb3e6; }
 rect.lost { fill: #d0202b; } rect.repeated { fill: #e39a1c; }
-</style>
+"""
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>midepoch check: {title}</title>
+<style>
+{style}</style>
 </head>
 <body>
-<h1>{{ target }}</h1>
-<p class="finding"><span class="{{ diagnosis.tone }}">{{ diagnosis.title }}</span></p>
-{% if diagnosis.facts %}
-<dl>
-{% for label, text in diagnosis.facts %}
-<dt>{{ label }}</dt><dd>{{ text[:4000] }}</dd>
-{% endfor %}
-</dl>
-{% endif %}
-{% if diagnosis.together %}
-<p>{{ diagnosis.together }}. Mend this first, then check again.</p>
-{% endif %}
-{% for error in diagnosis.others %}
-<p>Also: the law '{{ error.law }}' is broken{{ ' at ' + error.place if error.place }}: {{ error.got[:1000] }}</p>
-{% endfor %}
-<div class="wide"><table>
-<thead><tr><th></th>{% for heading in comparison.headings %}<th>{{ heading }}</th>{% endfor %}</tr></thead>
-<tbody>
-{% for question, answers in comparison.rows %}
-<tr><th scope="row">{{ question }}</th>
-{%- for answer in answers %}<td><span class="{{ answer.tone }}">{{ answer.text }}</span></td>{% endfor %}</tr>
-{% endfor %}
-</tbody>
-</table></div>
-<h2>Which samples each rank received</h2>
-<p>Each column is a sample, in the order of a run on one rank; point at it to see which. Dark blue: before the cut;
-light blue: after it; red: never; orange: too often. If other numbers of ranks have another order, dark and light are
-mixed. If all ranks must have equally many batches, some samples are repeated at an epoch's end
-(<code>tail="pad"</code>).</p>
-{% for heading, sections in sides.items() %}
-<h3>{{ heading }}</h3>
-{% for section in sections %}
-{% if loop.index == 2 %}<details><summary>Other epochs and numbers of ranks</summary>{% endif %}
-<h4>{{ section.title }}</h4>
-{% for problem in section.problems %}
-<p class="other">{{ problem }}</p>
-{% endfor %}
-{% for drawing in section.drawings %}
-<figure><figcaption>{{ drawing.caption }}: <span class="{{ drawing.tone }}">{{ drawing.verdict }}</span></figcaption>
-<svg viewBox="0 0 {{ width }} {{ drawing.rows | length * height }}" role="img"
- aria-label="{{ drawing.caption }}: {{ drawing.verdict }}">
-{% for label, bars in drawing.rows %}
-{% set top = loop.index0 * height %}
-<text x="0" y="{{ top + 11 }}">{{ label }}</text>
-{% for bar in bars %}
-<rect class="{{ bar.kind }}" x="{{ '%.2f' | format(bar.left) }}" y="{{ top + 1 }}"
- width="{{ '%.2f' | format(bar.width) }}" height="{{ height - 3 }}"><title>{{ bar.name }}</title></rect>
-{% endfor %}
-{% endfor %}
-</svg></figure>
-{% endfor %}
-{% if loop.last and loop.index > 1 %}</details>{% endif %}
-{% else %}
-<p>There is nothing to draw: the loader did not complete an uninterrupted run.</p>
-{% endfor %}
-{% endfor %}
-<h2>What it rests on</h2>
-<p><span class="{{ tone }}">{{ verdict }}</span>. {{ versions }}; {{ date }}.</p>
-{% if promises %}
-<div class="wide verdicts"><table>
-<thead><tr><th>promise</th><th>rests on</th><th></th></tr></thead>
-<tbody>
-{% for promise in promises %}
-<tr class="{{ {'proved at each resume': 'good', 'tried': 'good', 'not kept': 'bad'}.get(promise.standing, 'other') }}">
-<th scope="row">{{ promise.name }}</th><td>{{ promise.standing }}</td><td>{{ promise.reason }}</td></tr>
-{% endfor %}
-</tbody>
-</table></div>
-<p>Proved at each resume: compared with the state before a resumed epoch goes on. Tried: here, at length, and in part
-whenever reading begins. Believed: neither; it rests on what the source says of itself.</p>
-{% endif %}
-<div class="wide verdicts"><table>
-<thead><tr><th>law or trial</th><th>verdict</th><th></th><th>seconds</th></tr></thead>
-<tbody>
-{% for verdict in verdicts %}
-<tr class="{{ {'holds': 'good', 'failed': 'bad'}.get(verdict.status, 'other') }}">
-<th scope="row">{{ verdict.law }}</th><td>{{ verdict.status }}</td><td>
-{%- if verdict.error is none %}{{ verdict.reason }}{% else %}<dl>
-{%- for name, text in (
-    ('where', verdict.error.place), ('expected', verdict.error.expected), ('got', verdict.error.got),
-    ('usually', verdict.error.cause), ('cure', verdict.error.cure),
-) if text %}<dt>{{ name }}</dt><dd>{{ text[:4000] }}</dd>{% endfor %}</dl>{% endif -%}
-</td><td>{{ '%.2f' | format(verdict.seconds) }}</td></tr>
-{% endfor %}
-</tbody>
-</table></div>
-{% if legend %}
-<p>{{ legend }}.</p>
-{% endif %}
+{body}
 </body>
 </html>
 """
-)

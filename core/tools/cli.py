@@ -103,7 +103,7 @@ def check(
     Exit status: 0 if it continues exactly, and all laws that were reached and apply hold; 1 if not, or if an
     uninterrupted epoch fails; 2 if the loader could not be examined. CI wants --seconds 0, so that all are reached.
     """
-    require("cli", "jinja2", "rich", "tqdm")
+    require("cli", "rich", "tqdm")
     from ..testing.record import Settings
     from .check import examine, printable
     from .targets import TargetError, find_function, find_target
@@ -154,7 +154,7 @@ def inspect(
 
     Exit status: 0; 1 if a state or the file is damaged; 2 if it could not be read or moved.
     """
-    require("cli", "jinja2", "rich", "tqdm")
+    require("cli", "rich", "tqdm")
     from ..errors import MidepochError
     from . import check as checking
     from . import inspection
