@@ -536,7 +536,7 @@ def test_the_knobs_of_the_suite_are_those_of_the_function() -> None:
     arguments = inspect.signature(check_resumable).parameters
     knobs = set(arguments) - {"laws", "raise_on_failure"}
     assert knobs | {"not_applicable"} == {name for name in ResumableTests.__annotations__ if name[0] != "_"}
-    for name in knobs - {"make_loader", "num_workers"}:
+    for name in knobs - {"make_loader"}:
         assert getattr(ResumableTests, name) == arguments[name].default, name
 
 

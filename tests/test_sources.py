@@ -38,7 +38,7 @@ class TestMapShuffled(_Sampled):
     @pytest.mark.long  # spawns workers, if it is not quick; test_transparent has it without
     def test_transparent(self) -> None:
         """The long form of the law."""
-        super().test_transparent()
+        self._examine("transparent")
 
 
 class TestMapSequentialDrop(_Sampled):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import tempfile
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,9 +28,24 @@ from .record import (
 )
 from .report import InapplicableError, LawError, Outcome
 
-__all__ = ["Examination"]
+__all__ = ["Examination", "Resume"]
 
 Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Resume:
+    """The uninterrupted run ``head``, and a resume of it after ``cut`` batches of an epoch.
+
+    ``where`` tells the rank or the workers, if there are any. ``inside``: neither all batches were given nor none.
+    """
+
+    head: Recording
+    recording: Recording
+    epoch: int
+    cut: int
+    inside: bool
+    where: str = ""
 
 
 class Examination:
@@ -228,6 +243,12 @@ class Examination:
             counts = (f"{what}: {len(expected)} batches", f"{len(got)} batches{surplus}")
             raise self.error(*counts, epoch=epoch, batch=at, cause=cause, cure=cure)
 
+    def same_state(self, expected: Any, got: Any, what: str, **place: Any) -> None:
+        """Raise the law's error unless both states are equal. ``place`` as for `error`."""
+        if items.digest(expected) != items.digest(got):
+            texts = items.first_difference(items.leaves(expected), items.leaves(got))
+            raise self.error(f"{what}: {texts[0]}", texts[1], **place)
+
     # Running.
 
     def start(self) -> None:
@@ -236,7 +257,7 @@ class Examination:
         Raises:
             ProcessError: it did not start, as in a script without ``if __name__ == "__main__":``.
         """
-        self.pool.run([Call(0, _answer, ())], timeout=self.settings.timeout)
+        self.pool.run([Call(0, dict)], timeout=self.settings.timeout)
 
     def run(self, calls: Sequence[tuple[int, Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
         """The results of (process, function, arguments). A crash, a hang or an unexpected error is the law's error."""
@@ -247,7 +268,7 @@ class Examination:
 
     def trial(self, options: Mapping[str, Any], **more: Any) -> Trial:
         """A `Trial` with these settings."""
-        return Trial(self.named, options, **{"limit": self.settings.max_batches, **more})
+        return Trial(self.named, options, **more)
 
     def record(self, trials: Sequence[Trial], process: int = 0) -> list[Recording]:
         """Run trials one after another in one process."""
@@ -256,13 +277,30 @@ class Examination:
 
     def resume(self, trials: Sequence[Trial]) -> list[Recording]:
         """Run trials in processes other than 0, in parallel. The results keep their order."""
-        processes = [number for number in range(1, max(2, *self.worlds)) if number < 3] or [1]
+        processes = (1, 2) if self.worlds[-1] > 2 else (1,)
         shares = [trials[number :: len(processes)] for number in range(len(processes))]
         calls = [(process, record_many, (share,)) for process, share in zip(processes, shares, strict=True) if share]
         results: list[Recording] = [Recording()] * len(trials)
         for number, recordings in enumerate(self.run(calls)):
             results[number :: len(processes)] = recordings
         return results
+
+    def resume_from(
+        self, head: Recording, places: Sequence[tuple[int, int]], followed: Collection[tuple[int, int]], **options: Any
+    ) -> list[Recording]:
+        """A resume from each of ``places`` in a run: one pass; for the places in ``followed``, two."""
+        longest = 2 * sum(sum(map(len, part.ids)) for part in head.passes) + 1
+        return self.resume(
+            [
+                self.trial(
+                    self.options(**options),
+                    state=head.passes[epoch].states[cut],
+                    passes=1 + ((epoch, cut) in followed),
+                    limit=longest,
+                )
+                for epoch, cut in places
+            ]
+        )
 
     def on_ranks(self, world_size: int, trials: Callable[[int], Sequence[Trial]], group: bool) -> list[list[Recording]]:
         """Run ``trials(rank)`` on every rank at once, each in its own process; with ``group``, in a process group."""
@@ -279,33 +317,15 @@ class Examination:
 
     def investigate(self, function: Callable[..., Any], *arguments: Any, process: int = 0) -> Any:
         """The result of ``function(settings, *arguments)`` in a process. An exception is the law's error."""
-        return self._succeeded(self.run([(process, experiment, (function, (self.named, *arguments)))]))[0]
-
-    def investigate_each(self, function: Callable[..., Any], variants: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The results of ``function(settings, options)`` for several options, in parallel."""
-        return self._succeeded(
-            self.run(
-                [(process, experiment, (function, (self.named, options))) for process, options in enumerate(variants)]
-            )
-        )
-
-    def _succeeded(self, results: list[Any]) -> list[Any]:
-        for result in results:
-            if isinstance(result, Failure):
-                raise self.error("no exception", f"{result}\n{result.trace}".rstrip())
-        return results
+        (result,) = self.run([(process, experiment, (function, (self.named, *arguments)))])
+        if isinstance(result, Failure):
+            raise self.error("no exception", f"{result}\n{result.trace}".rstrip())
+        return result
 
     def raise_first(self, findings: Sequence[Finding]) -> None:
         """Raise the law's error for the first finding, if there is one."""
         for found in findings[:1]:
-            raise self.error(
-                found.expected,
-                found.got,
-                epoch=found.epoch,
-                batch=found.batch,
-                cause=found.cause,
-                cure=found.cure,
-            )
+            raise self.error(**vars(found))
 
     # --- runs that several laws use ---
 
@@ -439,30 +459,34 @@ class Examination:
         recording: Recording = self._once(("head", option, value), run)
         return self.sound(recording, f"a run with {option}={value}")
 
-    def resumed_with_workers(self) -> dict[tuple[int, int], Recording]:
-        """Map (epoch, cut) to the rest of that epoch, resumed from a run with as many workers; {} without workers.
+    def resumes_with_workers(self) -> list[Resume]:
+        """A resume at a few places of a run with workers, each with as many; none without workers.
 
         At one place in each epoch, the next epoch too. The calling law judges failures.
         """
         workers = self.most_workers
         if not workers:
-            return {}
+            return []
         head = self.head_with("num_workers", workers)
         places = self.places(head)
-        followed = self.followed(places)
-        trials = [
-            self.trial(
-                self.options(num_workers=workers),
-                state=head.passes[epoch].states[cut],
-                passes=1 + ((epoch, cut) in followed),
-                limit=max(len(part.batches) for part in head.passes) + 1,
-            )
-            for epoch, cut in places
-        ]
-        recordings: dict[tuple[int, int], Recording] = self._once(
-            ("resumed", "workers"), lambda: dict(zip(places, self.resume(trials), strict=True))
+        recordings: list[Recording] = self._once(
+            ("resumed", "workers"),
+            lambda: self.resume_from(head, places, self.followed(places), num_workers=workers),
         )
-        return recordings
+        where = f"with num_workers={workers}"
+        return [Resume(head, each, *place, True, where) for place, each in zip(places, recordings, strict=True)]
+
+    def resumes(self) -> Iterator[Resume]:
+        """All of `resumed`, and then all of `resumed_world`, on each rank of each world."""
+        head = self.observed()
+        for (epoch, cut), recording in self.resumed().items():
+            yield Resume(head, recording, epoch, cut, 0 < cut < len(head.passes[epoch].batches))
+        for world_size in self.worlds[1:]:
+            heads = self.heads(world_size)
+            for (epoch, cut), recordings in self.resumed_world(world_size).items():
+                inside = cut < len(heads[0].passes[epoch].batches)
+                for rank, (head, recording) in enumerate(zip(heads, recordings, strict=True)):
+                    yield Resume(head, recording, epoch, cut, inside, f"on rank {rank} of {world_size}")
 
     @property
     def most_workers(self) -> int:
@@ -477,6 +501,11 @@ class Examination:
         other: Recording = self._once(("head again", workers), lambda: self.record([trial], process=1)[0])
         return [part.digests for part in one.passes] == [part.digests for part in other.passes]
 
+    def need_exact(self) -> None:
+        """Raise `InapplicableError` for a loader that declares a resumed epoch not to be exact."""
+        if outcome := self.inexact():
+            raise InapplicableError(outcome.reason, outcome.status)
+
     def inexact(self) -> Outcome | None:
         """The outcome for a loader that declares a resumed epoch not to be exact; None if it is exact."""
         declared, reason = self.capability("exact_order")
@@ -490,18 +519,13 @@ class Examination:
         The cuts include 0 and the number of batches. The calling law judges failures.
         """
         head = self.observed()
-        longest = max(len(part.batches) for part in head.passes)
         places = [
             (epoch, cut)
             for epoch in range(self.settings.epochs)
             for cut in [0, *self.interior(head, epoch), len(head.passes[epoch].batches)]
         ]
-        trials = [
-            self.trial(self.options(), state=head.passes[epoch].states[cut], passes=2, limit=longest + 1)
-            for epoch, cut in places
-        ]
         results: dict[tuple[int, int], Recording] = self._once(
-            "resumed", lambda: dict(zip(places, self.resume(trials), strict=True))
+            "resumed", lambda: dict(zip(places, self.resume_from(head, places, places), strict=True))
         )
         return results
 
@@ -517,7 +541,3 @@ def _reached(recording: Recording) -> dict[str, int]:
     if not recording.passes:
         return {}
     return {"epoch": len(recording.passes) - 1, "batch": len(recording.passes[-1].batches)}
-
-
-def _answer() -> None:
-    pass

@@ -30,7 +30,7 @@ def check_resumable(
     make_loader: Callable[..., Any],
     *,
     world_sizes: Sequence[int] = (1, 2, 3),
-    num_workers: Sequence[int] | None = None,
+    num_workers: Sequence[int] = (0, 2),
     epochs: int = 2,
     cuts: Sequence[int] | None = None,
     laws: Iterable[str] | None = None,
@@ -59,7 +59,7 @@ def check_resumable(
             sample it reads) and ``items`` (a list for the source to deliver, one item a batch). A law that needs a
             missing parameter is reported as not applicable.
         world_sizes: numbers of ranks to examine, each rank in its own process; 1 is always included.
-        num_workers: numbers of workers to change between; None: 0 and 2.
+        num_workers: numbers of workers to change between.
         epochs: the number of epochs, from the first, in which to cut.
         cuts: where to cut, in batches taken; None: everywhere.
         laws: names of the laws to examine; None: all of `LAWS`.
@@ -93,26 +93,11 @@ def check_resumable(
         RuntimeError: no process starts, as in a script without ``if __name__ == "__main__":``.
     """
     settings = Settings(
-        make_loader=make_loader,
-        world_sizes=tuple(world_sizes),
-        num_workers=(0, 2) if num_workers is None else tuple(num_workers),
-        epochs=epochs,
-        cuts=None if cuts is None else tuple(cuts),
-        quick=quick,
-        shuffled=shuffled,
-        tail=tail,
-        drop_last=drop_last,
-        elastic_content=elastic_content,
-        parts=parts,
-        identify=identify,
-        draws=draws,
-        gather=gather,
-        reseal=reseal,
-        state_bytes=state_bytes,
-        timeout=timeout,
-        options=None if options is None else tuple(options),
-        plain=plain,
-    )
+        make_loader=make_loader, world_sizes=world_sizes, num_workers=num_workers, epochs=epochs, cuts=cuts,
+        quick=quick, shuffled=shuffled, tail=tail, drop_last=drop_last, elastic_content=elastic_content, parts=parts,
+        identify=identify, draws=draws, gather=gather, reseal=reseal, state_bytes=state_bytes, timeout=timeout,
+        options=options, plain=plain,
+    )  # fmt: skip
     examination = Examination(settings)
     examination.start()
     report = Report(tuple(judge(examination, laws)))
@@ -132,7 +117,7 @@ def examine_law(examination: Examination, name: str) -> Outcome:
     try:
         return law.examine(examination)
     except InapplicableError as reason:
-        return Outcome("not applicable", str(reason))
+        return Outcome(reason.status, str(reason))
     except LawError as error:
         if name != transparent.name:  # the other laws compare the loader with itself
             examination.broken.append(name)

@@ -46,8 +46,8 @@ def delivery(examination: Examination) -> Outcome:
         variants.append(examination.options(num_workers=workers))
     if examination.capability("exact_augmentations")[0] is False:
         examination.need_names()
-    found: list[_Slow] = examination.investigate_each(_take_slowly, variants)
-    for options, slow in zip(variants, found, strict=True):
+    for options in variants:
+        slow: _Slow = examination.investigate(_take_slowly, options)
         examination.raise_first(slow.findings)
         _resume_in_flight(examination, options, slow)
         if slow.refused:
@@ -56,7 +56,7 @@ def delivery(examination: Examination) -> Outcome:
             told = "" if slow.in_flight else "state_dict takes no in_flight"
             outcomes["in flight"] = Outcome("not applicable", told) if told else HOLDS
     if len(variants) == 2:
-        _resume_with_workers(examination, workers)
+        _resume_with_workers(examination)
     return combined({"prefetched": HOLDS, **outcomes})
 
 
@@ -128,19 +128,13 @@ def _resume_in_flight(examination: Examination, options: Mapping[str, Any], slow
         )
 
 
-def _resume_with_workers(examination: Examination, workers: int) -> None:
+def _resume_with_workers(examination: Examination) -> None:
     """Check the order of the resumed samples, with workers that prefetch before and after the cut."""
-    head = examination.head_with("num_workers", workers)
-    for (epoch, cut), recording in examination.resumed_with_workers().items():
-        examination.sound(recording, f"a resume with num_workers={workers}", epoch=epoch, batch=cut)
-        examination.same(
-            head.passes[epoch].batches[cut:],
-            recording.passes[0].batches,
-            f"with num_workers={workers}, the samples that were not yet handed over",
-            epoch=epoch,
-            first=cut,
-            by_ids=True,
-        )
+    for each in examination.resumes_with_workers():
+        examination.sound(each.recording, f"a resume {each.where}", epoch=each.epoch, batch=each.cut)
+        rest, what = each.head.passes[each.epoch].batches[each.cut :], "the samples that were not yet handed over"
+        got = each.recording.passes[0].batches
+        examination.same(rest, got, f"{each.where}, {what}", epoch=each.epoch, first=each.cut, by_ids=True)
 
 
 @law(

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from . import items
-from .examine import Examination
+from .examine import Examination, Resume
 from .law import law
 from .naming import UNNAMED
-from .record import Finding, Pass, Recording, Seen, Settings, Trial, open_loader, see, state_of
+from .record import Finding, Pass, Seen, Settings, Trial, open_loader, see, state_of
 from .report import HOLDS, LawError, Outcome, combined
 
 __all__ = ["any_item", "boundary", "determinism", "next_epoch", "tail"]
@@ -28,9 +28,7 @@ __all__ = ["any_item", "boundary", "determinism", "next_epoch", "tail"]
 )
 def determinism(examination: Examination) -> Outcome:
     """Two fresh loaders agree, also in another process; if shuffled, two epochs differ; random columns vary."""
-    inexact = examination.inexact()
-    if inexact:
-        return inexact
+    examination.need_exact()
     whole = examination.whole()
     twin = examination.trial(examination.options(), passes=len(whole.passes))
     for process in (0, 1):
@@ -93,59 +91,28 @@ def _check_draws(examination: Examination, passes: Sequence[Pass]) -> None:
 )
 def tail(examination: Examination) -> Outcome:
     """Head and resumed tail together are the whole epoch, bit for bit, at every cut, on each rank, with workers."""
-    inexact = examination.inexact()
-    if inexact:
-        return inexact
-    head = examination.observed()
-    cuts = 0
-    for (epoch, cut), recording in examination.resumed().items():
-        batches = head.passes[epoch].batches
-        if 0 < cut < len(batches):
-            _same_rest(examination, batches, recording, epoch, cut, "the batch of the uninterrupted run")
-            cuts += 1
-    for world_size in examination.worlds[1:]:
-        heads = examination.heads(world_size)
-        for (epoch, cut), recordings in examination.resumed_world(world_size).items():
-            if cut == len(heads[0].passes[epoch].batches):
-                continue  # for the boundary law
-            for rank, recording in enumerate(recordings):
-                what = f"on rank {rank} of {world_size}, the batch of the uninterrupted run"
-                _same_rest(examination, heads[rank].passes[epoch].batches, recording, epoch, cut, what)
-            cuts += 1
-    if not cuts:
+    examination.need_exact()
+    compared = False
+    for each in examination.resumes():
+        if each.inside:
+            _same_rest(examination, each)
+            compared = True
+    if not compared:
         return Outcome("not applicable", "an epoch has no more than one batch, so nothing can be cut; make it longer")
-
-    def compare(head: Recording, recording: Recording, epoch: int, cut: int, where: str, by_ids: bool) -> None:
-        what = f"{where}, the batch of the uninterrupted run"
-        _same_rest(examination, head.passes[epoch].batches, recording, epoch, cut, what, by_ids)
-
-    return combined({"cuts": HOLDS, "workers": _with_workers(examination, compare)})
+    return combined({"cuts": HOLDS, "workers": _with_workers(examination, _same_rest)})
 
 
-def _same_rest(
-    examination: Examination,
-    batches: Sequence[Seen],
-    recording: Recording,
-    epoch: int,
-    cut: int,
-    what: str,
-    by_ids: bool = False,
-) -> None:
-    """Compare the first pass of a resume after ``cut`` batches with the rest of an epoch's ``batches``."""
-    examination.sound(recording, f"a resume after {cut} batches", epoch=epoch, batch=cut)
-    examination.same(
-        batches[cut:],
-        recording.passes[0].batches,
-        f"after a cut at batch {cut}, {what}",
-        epoch=epoch,
-        first=cut,
-        by_ids=by_ids,
-    )
+def _same_rest(examination: Examination, resume: Resume, by_ids: bool = False) -> None:
+    """Compare the first pass of a resume with the rest of the epoch that was cut."""
+    epoch, cut = resume.epoch, resume.cut
+    examination.sound(resume.recording, f"a resume after {cut} batches", epoch=epoch, batch=cut)
+    where = f"{resume.where}, " if resume.where else ""
+    what = f"after a cut at batch {cut}, {where}the batch of the uninterrupted run"
+    rest = resume.head.passes[epoch].batches[cut:]
+    examination.same(rest, resume.recording.passes[0].batches, what, epoch=epoch, first=cut, by_ids=by_ids)
 
 
-def _with_workers(
-    examination: Examination, compare: Callable[[Recording, Recording, int, int, str, bool], None]
-) -> Outcome:
+def _with_workers(examination: Examination, compare: Callable[[Examination, Resume, bool], None]) -> Outcome:
     """Compare each resume with as many workers as the uninterrupted run had, if such runs agree with each other.
 
     If they do not, the law 'delivery' still checks that the samples are the right ones.
@@ -155,9 +122,8 @@ def _with_workers(
         return HOLDS  # the laws 'delivery' and 'topology' say why
     by_ids = examination.capability("exact_augmentations", num_workers=workers)[0] is False
     try:
-        for (epoch, cut), recording in examination.resumed_with_workers().items():
-            head = examination.head_with("num_workers", workers)
-            compare(head, recording, epoch, cut, f"with num_workers={workers}", by_ids)
+        for each in examination.resumes_with_workers():
+            compare(examination, each, by_ids)
     except LawError:
         if examination.repeats_with_workers():
             raise
@@ -172,40 +138,21 @@ def _with_workers(
 )
 def next_epoch(examination: Examination) -> Outcome:
     """After a resumed epoch, the next epoch is the one that would have followed, on every rank and with workers."""
-    inexact = examination.inexact()
-    if inexact:
-        return inexact
-    head = examination.observed()
-    for (epoch, cut), recording in examination.resumed().items():
-        if not 0 < cut < len(head.passes[epoch].batches):
-            continue  # the boundary law checks where a pass from such a state begins
-        _same_next(examination, head, recording, epoch, cut)
-    for world_size in examination.worlds[1:]:
-        heads = examination.heads(world_size)
-        for (epoch, cut), recordings in examination.resumed_world(world_size).items():
-            for rank, recording in enumerate(recordings):
-                _same_next(examination, heads[rank], recording, epoch, cut, f" on rank {rank} of {world_size}")
-
-    def compare(head: Recording, recording: Recording, epoch: int, cut: int, where: str, by_ids: bool) -> None:
-        _same_next(examination, head, recording, epoch, cut, f" {where}", by_ids)
-
-    return combined({"resumes": HOLDS, "workers": _with_workers(examination, compare)})
+    examination.need_exact()
+    for each in examination.resumes():
+        if each.inside:  # the boundary law checks where a pass from another state begins
+            _same_next(examination, each)
+    return combined({"resumes": HOLDS, "workers": _with_workers(examination, _same_next)})
 
 
-def _same_next(
-    examination: Examination,
-    head: Recording,
-    recording: Recording,
-    epoch: int,
-    cut: int,
-    where: str = "",
-    by_ids: bool = False,
-) -> None:
-    """Compare the second pass of a resume, if it has one, with the epoch that followed in ``head``."""
-    examination.sound(recording, f"a resume after {cut} batches{where}", epoch=epoch, batch=cut)
-    what = f"resumed in epoch {epoch} after {cut} batches{where}, in the next epoch"
-    for got in recording.passes[1:]:
-        examination.same(head.passes[epoch + 1].batches, got.batches, what, epoch=epoch + 1, by_ids=by_ids)
+def _same_next(examination: Examination, resume: Resume, by_ids: bool = False) -> None:
+    """Compare the second pass of a resume, if it has one, with the epoch that followed in the uninterrupted run."""
+    epoch, cut = resume.epoch, resume.cut
+    after = f"{cut} batches{f' {resume.where}' if resume.where else ''}"
+    examination.sound(resume.recording, f"a resume after {after}", epoch=epoch, batch=cut)
+    what = f"resumed in epoch {epoch} after {after}, in the next epoch"
+    for got in resume.recording.passes[1:]:
+        examination.same(resume.head.passes[epoch + 1].batches, got.batches, what, epoch=epoch + 1, by_ids=by_ids)
 
 
 @law(
@@ -215,9 +162,7 @@ def _same_next(
 )
 def boundary(examination: Examination) -> Outcome:
     """The state after the last batch starts the next epoch, or ends a body; that before the first equals fresh."""
-    inexact = examination.inexact()
-    if inexact:
-        return inexact
+    examination.need_exact()
     head = examination.observed()
     keys = sorted(head.passes[0].states[0])
     for epoch, part in enumerate(head.passes):
@@ -226,30 +171,16 @@ def boundary(examination: Examination) -> Outcome:
                 raise examination.error(
                     f"the keys of the first state: {keys}", f"{sorted(state)}", epoch=epoch, batch=number
                 )
-    for epoch in range(examination.settings.epochs):
-        count = len(head.passes[epoch].batches)
-        for cut, expected in ((0, head.passes[epoch]), (count, head.passes[epoch + 1])):
-            recording = examination.sound(examination.resumed()[epoch, cut], "a resume", epoch=epoch, batch=cut)
-            when = "before the first batch" if cut == 0 else "after the last batch"
-            examination.same(
-                expected.batches,
-                recording.passes[0].batches,
-                f"from the state {when} of epoch {epoch}",
-                epoch=epoch + (cut > 0),
-            )
-    for world_size in examination.worlds[1:]:
-        heads = examination.heads(world_size)
-        for (epoch, cut), recordings in examination.resumed_world(world_size).items():
-            if cut < len(heads[0].passes[epoch].batches):
-                continue
-            for rank, recording in enumerate(recordings):
-                examination.sound(recording, f"a resume on rank {rank} of {world_size}", epoch=epoch, batch=cut)
-                examination.same(
-                    heads[rank].passes[epoch + 1].batches,
-                    recording.passes[0].batches,
-                    f"from the state after the last batch of epoch {epoch}, on rank {rank} of {world_size}",
-                    epoch=epoch + 1,
-                )
+    for each in examination.resumes():
+        if each.inside:
+            continue
+        ended = each.cut > 0
+        where = f" {each.where}" if each.where else ""
+        examination.sound(each.recording, f"a resume{where}", epoch=each.epoch, batch=each.cut)
+        when = "after the last batch" if ended else "before the first batch"
+        what = f"from the state {when} of epoch {each.epoch}{where and f',{where}'}"
+        expected = each.head.passes[each.epoch + ended].batches
+        examination.same(expected, each.recording.passes[0].batches, what, epoch=each.epoch + ended)
     examination.raise_first(examination.investigate(_start_quietly, examination.options()))
     behind = examination.investigate(_behind_the_last_batch, examination.options())
     if behind is not None:
@@ -296,16 +227,8 @@ def _start_quietly(settings: Settings, options: Mapping[str, Any]) -> list[Findi
         del iterator
     if before == after:
         return []
-    return [
-        Finding(
-            "the same state before and after iter()",
-            "another state",
-            0,
-            0,
-            "the pass begins in __iter__",
-            "begin it at the first next()",
-        )
-    ]
+    blame = ("the pass begins in __iter__", "begin it at the first next()")
+    return [Finding("the same state before and after iter()", "another state", 0, 0, *blame)]
 
 
 ANY_ITEMS: tuple[Any, ...] = (

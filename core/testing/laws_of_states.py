@@ -33,9 +33,7 @@ def round_trip(examination: Examination) -> Outcome:
     for (epoch, cut), recording in examination.resumed().items():
         examination.sound(recording, "a state to load", epoch=epoch, batch=cut)
         expected = head.passes[epoch].states[cut]
-        if items.digest(expected) != items.digest(recording.loaded):
-            texts = items.first_difference(items.leaves(expected), items.leaves(recording.loaded))
-            raise examination.error(f"the loaded state: {texts[0]}", texts[1], epoch=epoch, batch=cut)
+        examination.same_state(expected, recording.loaded, "the loaded state", epoch=epoch, batch=cut)
     if examination.inexact():
         return HOLDS
     refused = _roll_back(examination, head)
@@ -64,10 +62,8 @@ def _compare_legs(
 ) -> None:
     lost = ("the earlier load or the running pass is not dropped", "let load_state_dict() set everything")
     for (epoch, cut), state, (loaded, batches) in legs:
-        if items.digest(state) != items.digest(loaded):
-            texts = items.first_difference(items.leaves(state), items.leaves(loaded))
-            what = f"the state that was loaded into a loader in use: {texts[0]}"
-            raise examination.error(what, texts[1], epoch=epoch, batch=cut, cause=lost[0], cure=lost[1])
+        what = "the state that was loaded into a loader in use"
+        examination.same_state(state, loaded, what, epoch=epoch, batch=cut, cause=lost[0], cure=lost[1])
         fresh = examination.sound(examination.resumed()[epoch, cut], "a resume", epoch=epoch, batch=cut)
         what = f"after a state of {cut} batches was loaded into a loader in use, the batch of one that was not"
         examination.same(fresh.passes[0].batches, batches, what, epoch=epoch, first=cut, blame=lost)
@@ -104,9 +100,7 @@ def _load_in_use(
 )
 def observer(examination: Examination) -> Outcome:
     """Asking for states, lengths or the next batch changes nothing."""
-    inexact = examination.inexact()
-    if inexact:
-        return inexact
+    examination.need_exact()
     whole = examination.whole()
     counts = [len(part.batches) for part in whole.passes]
     passes: list[list[Seen]] = examination.investigate(_ask_everything, examination.options(), counts)
@@ -228,42 +222,21 @@ def _share_states(
         given = copy.deepcopy(state)
         loader.load_state_dict(given)
         _spoil(given)
-        if _spoil_given(loader):
-            findings.append(
-                Finding(
-                    "a state that belongs to the caller",
-                    "clearing it changed the loader's next state",
-                    epoch,
-                    cut,
-                )
-            )
+        returned = loader.state_dict()
+        before = items.digest(returned)
+        _spoil(returned)
+        if items.digest(loader.state_dict()) != before:
+            did = "clearing it changed the loader's next state"
+            findings.append(Finding("a state that belongs to the caller", did, epoch, cut))
         if [note(batch) for batch in loader] != delivered:
-            findings.append(
-                Finding(
-                    "a loaded state that may be cleared afterwards",
-                    "clearing it changed what the loader delivers",
-                    epoch,
-                    cut,
-                )
-            )
+            did = "clearing it changed what the loader delivers"
+            findings.append(Finding("a loaded state that may be cleared afterwards", did, epoch, cut))
     return findings
 
 
-def _spoil_given(loader: Any) -> bool:
-    """Whether clearing the state that ``loader`` returned changes its next one."""
-    given = loader.state_dict()
-    note = items.digest(given)
-    _spoil(given)
-    return items.digest(loader.state_dict()) != note
-
-
 def _spoil(value: Any) -> None:
-    if isinstance(value, dict):
-        for part in value.values():
-            _spoil(part)
-        value.clear()
-    elif isinstance(value, list):
-        for part in value:
+    if isinstance(value, (dict, list)):
+        for part in value.values() if isinstance(value, dict) else value:
             _spoil(part)
         value.clear()
 
@@ -275,9 +248,7 @@ def _spoil(value: Any) -> None:
 )
 def transport(examination: Examination) -> Outcome:
     """A state passes through JSON (and torch.load with weights_only) into another process unchanged."""
-    inexact = examination.inexact()
-    if inexact:
-        return inexact
+    examination.need_exact()
     head = examination.observed()
     resumed = examination.resumed()
     places = [(0, 0), *examination.places(head)]
@@ -303,9 +274,7 @@ def _through_json(examination: Examination, state: dict[str, Any], epoch: int, c
     except ValueError as error:
         raise examination.error("a state that JSON can carry", str(error), epoch=epoch, batch=cut) from error
     through: dict[str, Any] = json.loads(text)
-    if items.digest(through) != items.digest(state):
-        texts = items.first_difference(items.leaves(state), items.leaves(through))
-        raise examination.error(f"the same state after JSON: {texts[0]}", texts[1], epoch=epoch, batch=cut)
+    examination.same_state(state, through, "the same state after JSON", epoch=epoch, batch=cut)
     limit = examination.settings.state_bytes
     if len(text.encode()) > limit:
         raise examination.error(
@@ -347,17 +316,11 @@ def _foreign_types(value: Any, path: str) -> str:
 )
 def chain(examination: Examination) -> Outcome:
     """A run that is interrupted twice continues like one that is interrupted once."""
-    inexact = examination.inexact()
-    if inexact:
-        return inexact
+    examination.need_exact()
     head = examination.observed()
     places = examination.places(head)
-    seconds = examination.resume(
-        [
-            examination.trial(examination.options(), state=head.passes[epoch].states[cut], states=True)
-            for epoch, cut in places
-        ]
-    )
+    at = [head.passes[epoch].states[cut] for epoch, cut in places]
+    seconds = examination.resume([examination.trial(examination.options(), state=each, states=True) for each in at])
     links: list[tuple[int, int, int, list[Seen], Trial]] = []
     for (epoch, cut), second in zip(places, seconds, strict=True):
         examination.sound(second, f"a resume after {cut} batches that asks for states", epoch=epoch, batch=cut)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,8 @@ from ..world import World
 from . import items
 from .examine import Examination
 from .law import law
-from .record import Failure, Finding, Pass, Seen, Settings, capture_failure, open_loader, see
-from .report import HOLDS, Outcome
+from .record import MOST_BATCHES, Failure, Finding, Pass, Seen, Settings, capture_failure, open_loader, see
+from .report import HOLDS, InapplicableError, Outcome
 from .worlds import check_content, check_cover, count, largest_batch, no_world
 
 __all__ = ["reshard", "rollback"]
@@ -43,10 +43,7 @@ _STATE_ERROR = "midepoch.errors.StateError"
 )
 def reshard(examination: Examination) -> Outcome:
     """Ranks that leave and join in mid-epoch share the rest of it, over any sequence of worlds."""
-    if not examination.investigate(_has, examination.options(), ("reshard",)):
-        return Outcome("not applicable", "the loader has no reshard")
-    if examination.broken:
-        return _not_compared(examination)
+    _need(examination, "reshard")
     worlds = examination.worlds
     if len(worlds) == 1:
         return Outcome("not applicable", no_world(examination))
@@ -58,28 +55,22 @@ def reshard(examination: Examination) -> Outcome:
         if declared is False:
             examination.raise_first(examination.investigate(_refused, options, world_size))
             return Outcome("refused clearly", reason)
-    refusal = examination.inexact()
-    if refusal is not None:
-        return refusal
+    examination.need_exact()
     examination.need_names()
     compared = False
     for workers in _workers(examination):
         for sequence in _sequences(worlds, examination.settings.quick):
             if not (compared and examination.settings.quick):
-                try:
-                    compared = _judge_sequence(examination, sequence, workers) or compared
-                except _UnsupportedError as error:
-                    return Outcome("refused clearly", str(error))
+                compared = _judge_sequence(examination, sequence, workers) or compared
     return HOLDS if compared else Outcome("not applicable", "an epoch is too short for a change of the world")
 
 
-def _not_compared(examination: Examination) -> Outcome:
-    """What is broken without a change of the world, or without a rollback, would be found here once more."""
-    return Outcome("not applicable", f"not compared, because the law '{examination.broken[0]}' is broken")
-
-
-class _UnsupportedError(Exception):
-    """The source is built for its rank, so its world cannot change in mid-epoch: it says so, and what to build."""
+def _need(examination: Examination, *methods: str) -> None:
+    """Raise `InapplicableError` if the loader lacks a method, or what is broken without it would be found once more."""
+    if not examination.investigate(_has, examination.options(), methods):
+        raise InapplicableError(f"the loader has no {' and '.join(methods)}")
+    if examination.broken:
+        raise InapplicableError(f"not compared, because the law '{examination.broken[0]}' is broken")
 
 
 def _judge_sequence(examination: Examination, sequence: Sequence[int], workers: Mapping[str, int]) -> bool:
@@ -88,7 +79,8 @@ def _judge_sequence(examination: Examination, sequence: Sequence[int], workers: 
     journal: _Journal = examination.investigate(_change_worlds, options, tuple(sequence))
     what = " -> ".join(map(str, sequence)) + " ranks" + (f" with {workers}" if workers else "")
     if journal.failure is not None and _UNSUPPORTED in journal.failure.kinds:
-        raise _UnsupportedError(journal.failure.message)
+        # The source is built for its rank, so its world cannot change in mid-epoch: it says so, and what to build.
+        raise InapplicableError(journal.failure.message, "refused clearly")
     if journal.failure is not None:
         raise examination.error(f"training that goes on with {what}", f"{journal.failure}\n{journal.failure.trace}")
     alone = examination.observed()
@@ -182,8 +174,8 @@ class _Job:
     def finish(self, into: Pass) -> None:
         """Every rank goes on to the end of its pass."""
         while self.step(into):
-            if len(into.batches) > self._settings.max_batches:
-                raise RuntimeError(f"a pass of more than {self._settings.max_batches} batches")
+            if len(into.batches) > MOST_BATCHES:
+                raise RuntimeError(f"a pass of more than {MOST_BATCHES} batches")
 
 
 def _change_worlds(settings: Settings, options: Mapping[str, Any], sequence: tuple[int, ...]) -> _Journal:
@@ -217,13 +209,8 @@ def _change_worlds(settings: Settings, options: Mapping[str, Any], sequence: tup
 )
 def rollback(examination: Examination) -> Outcome:
     """What was handed out since the last commit is given again, once, and a state says what is committed."""
-    if not examination.investigate(_has, examination.options(), ("commit", "rollback")):
-        return Outcome("not applicable", "the loader has no commit and rollback")
-    if examination.broken:
-        return _not_compared(examination)
-    refusal = examination.inexact()
-    if refusal is not None:
-        return refusal
+    _need(examination, "commit", "rollback")
+    examination.need_exact()
     head = examination.observed()
     batches = [seen for part in head.passes[:2] for seen in part.batches]
     if len(head.passes[0].batches) < 2:
@@ -296,7 +283,10 @@ def _commit_and_roll_back(
             committed = loader.state_dict()
             if items.digest(before) != items.digest(committed):
                 findings.append(Finding("commit() that publishes the state of now", "another state", 0, commit))
-            _expect_error(loader.commit, "a second commit without a batch between", findings, commit)
+            with contextlib.suppress(MidepochError):
+                loader.commit()
+                what = "a MidepochError for a second commit without a batch between"
+                findings.append(Finding(what, "it was accepted", 0, commit))
             for _ in range(lost):
                 take(loader, batches)
                 state_is(loader, committed, "batches that are not committed")
@@ -307,11 +297,3 @@ def _commit_and_roll_back(
     except Exception as error:  # noqa: BLE001 - the law judges it
         return got, capture_failure(error, "committing and rolling back"), findings
     return got, None, findings
-
-
-def _expect_error(call: Callable[[], object], what: str, findings: list[Finding], batch: int) -> None:
-    try:
-        call()
-    except MidepochError:
-        return
-    findings.append(Finding(f"a MidepochError for {what}", "it was accepted", 0, batch))

@@ -23,6 +23,7 @@ from .together import by_steps
 
 __all__ = [
     "CAPABILITIES",
+    "MOST_BATCHES",
     "OPTIONS",
     "Failure",
     "Finding",
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 Result = TypeVar("Result")
-
+MOST_BATCHES = 100_000  # of a pass: no epoch that is examined should be longer
 
 OPTIONS = {
     "rank": "the number of a process",
@@ -69,10 +70,10 @@ class Settings:
     """
 
     make_loader: Callable[..., Any]
-    world_sizes: tuple[int, ...] = (1, 2, 3)
-    num_workers: tuple[int, ...] = (0, 2)
+    world_sizes: Sequence[int] = (1, 2, 3)
+    num_workers: Sequence[int] = (0, 2)
     epochs: int = 2
-    cuts: tuple[int, ...] | None = None
+    cuts: Sequence[int] | None = None
     quick: bool = False
     shuffled: bool | None = None
     tail: Literal["pad", "drop", "uneven"] = "pad"
@@ -84,9 +85,8 @@ class Settings:
     gather: Callable[[Any], dict[str, Any]] | None = None
     reseal: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     state_bytes: int = 16384
-    max_batches: int = 100_000
     timeout: float = 120.0
-    options: tuple[str, ...] | None = None
+    options: Sequence[str] | None = None
     plain: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
@@ -106,6 +106,9 @@ class Settings:
             raise ValueError(f"options must be some of {', '.join(OPTIONS)}; got {sorted(unknown)}")
         if not self.timeout > 0:
             raise ValueError(f"timeout must be more than 0 seconds; got {self.timeout!r}")
+        for name in ("world_sizes", "num_workers", "cuts", "options"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(getattr(self, name)))  # lists of the caller's may change
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,7 @@ class Trial:
     state: dict[str, Any] | None = None
     passes: int = 1
     states: bool = False
-    limit: int = 100_000
+    limit: int = MOST_BATCHES
     later: bool = False
 
 
@@ -284,7 +287,7 @@ def read_views(
 ) -> tuple[list[naming.View], list[naming.Column], list[str]]:
     """`naming.read_columns` of a fresh loader."""
     with open_loader(settings, options) as loader:
-        return naming.read_columns(loader, passes, settings.max_batches, paddings)
+        return naming.read_columns(loader, passes, MOST_BATCHES, paddings)
 
 
 def length_of(loader: Any) -> int | None:

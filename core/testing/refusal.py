@@ -14,6 +14,7 @@ from .examine import Examination
 from .law import law
 from .record import Finding, Settings, capture_failure, from_midepoch, open_loader, see
 from .report import HOLDS, Outcome, combined, names_all
+from .worlds import UNNAMED_VALUES
 
 __all__ = ["refusal"]
 
@@ -187,11 +188,8 @@ def _offer_all(
 ) -> None:
     by_ids = examination.compares_by_ids()
 
-    def offer(some: Sequence[_Case]) -> tuple[list[Finding], list[Any], bool]:
-        result: tuple[list[Finding], list[Any], bool] = examination.investigate(
-            _offer, options, some, taken, loaded, by_ids
-        )
-        return result
+    def offer(some: Sequence[_Case]) -> Any:
+        return examination.investigate(_offer, options, some, taken, loaded, by_ids)
 
     findings, rest, kept = offer(cases)
     examination.raise_first([dataclasses.replace(each, got=f"{when}: {each.got}") for each in findings])
@@ -242,22 +240,10 @@ def _refused(loader: Any, case: _Case) -> Finding | None:
     except Exception as error:  # noqa: BLE001 - the law examines the kind of exception
         failure = capture_failure(error, "loading a state")
         if case.kind not in failure.kinds:
-            return Finding(
-                expected,
-                str(failure),
-                0,
-                None,
-                "the error is not of the kind that callers can catch",
-                f"raise {kind}",
-            )
+            cause = "the error is not of the kind that callers can catch"
+            return Finding(expected, str(failure), 0, None, cause, f"raise {kind}")
         if not names_all(failure.message, case.names):
-            return Finding(
-                f"{expected}, its message naming {' and '.join(map(str, case.names))}",
-                str(failure),
-                0,
-                None,
-                "the message does not give the saved and the current value",
-                "put the saved value beside the current one in the message",
-            )
+            expected += f", its message naming {' and '.join(map(str, case.names))}"
+            return Finding(expected, str(failure), 0, None, *UNNAMED_VALUES)
         return None
     return Finding(expected, "it was loaded", 0)

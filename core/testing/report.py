@@ -83,7 +83,11 @@ class LawError(AssertionError):
 
 
 class InapplicableError(Exception):
-    """A law cannot be examined further; the message says why."""
+    """A law cannot be examined further, and ends in this status; the message says why."""
+
+    def __init__(self, reason: str, status: Ending = "not applicable") -> None:
+        super().__init__(reason)
+        self.status: Ending = status
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from .examine import Examination
 from .record import Pass, Recording
 from .report import LawError
-from .worlds import contents_of, starts_next_epoch
+from .worlds import contents_of, count, starts_next_epoch
 
 __all__ = ["Answer", "Comparison", "answer_all"]
 
@@ -90,13 +90,8 @@ _QUESTIONS = {
 
 
 def _unchanged(examination: Examination, head: Recording, places: Sequence[Place]) -> dict[str, Answer]:
-    trials = [
-        examination.trial(examination.options(), state=head.passes[epoch].states[cut], passes=2, limit=_longest(head))
-        for epoch, cut in places
-    ]
-    resumed = examination.resume(trials)
     rest, following = [], []
-    for (epoch, cut), recording in zip(places, resumed, strict=True):
+    for (epoch, cut), recording in zip(places, examination.resume_from(head, places, places), strict=True):
         whole, after = head.passes[epoch], head.passes[epoch + 1]
         rest.append(_answer(examination, whole, cut, [whole], [recording], 0))
         following.append(_answer(examination, after, 0, [after], [recording], 1))
@@ -128,13 +123,7 @@ def _options(examination: Examination, head: Recording, places: Sequence[Place])
         changes.append((f"continued with batches of {size}", {"batch_size": size}))
     found = {}
     for question, options in changes:
-        trials = [
-            examination.trial(
-                examination.options(**options), state=head.passes[epoch].states[cut], limit=_longest(head)
-            )
-            for epoch, cut in places[:2]  # each starts processes
-        ]
-        resumed = examination.resume(trials)
+        resumed = examination.resume_from(head, places[:2], (), **options)  # each starts processes
         found[question] = _worst(
             [
                 _answer(examination, head.passes[epoch], cut, [head.passes[epoch]], [recording], 0, elastic=True)
@@ -156,10 +145,6 @@ def _costs(examination: Examination, head: Recording, places: Sequence[Place]) -
     except (TypeError, ValueError):  # a state of another library, with tensors for example
         size = "not JSON"
     return {"its state": Answer(f"{size}{read}", "good" if declared else "other")}
-
-
-def _longest(head: Recording) -> int:
-    return 2 * sum(sum(map(len, part.ids)) for part in head.passes) + 1
 
 
 def _answer(
@@ -185,19 +170,19 @@ def _answer(
         if len(parts) == 1 and not elastic:
             return Answer("other batches", "bad")
         return Answer("not known: nothing names the samples", "other")
-    order = _count(whole.ids)
-    got = _count(ids for part in before for ids in part.ids[:cut]) + _count(ids for part in parts for ids in part.ids)
+    order = count(whole.ids)
+    got = count(ids for part in before for ids in part.ids[:cut]) + count(ids for part in parts for ids in part.ids)
     lost, twice = (order - got).total(), (got - order).total()
     settings = examination.settings
     # Which samples an uninterrupted run leaves out depends on the batch size: they are neither lost nor surplus.
     padding = world_size - 1 if settings.tail == "pad" else 0
     dropped = world_size - 1 if settings.tail == "drop" else 0
     if settings.drop_last:
-        twice = (Counter({name: count for name, count in got.items() if name in order}) - order).total()
+        twice = (Counter({name: number for name, number in got.items() if name in order}) - order).total()
         dropped = world_size * max(len(ids) for part in (whole, *parts) for ids in part.ids) - 1
     if lost > dropped or twice > padding:
         # Samples that are named by their content have another name where they draw other random numbers.
-        strangers = sum(count for name, count in got.items() if name not in order)
+        strangers = sum(number for name, number in got.items() if name not in order)
         if strangers:
             again = f", {twice - strangers} twice" if twice > strangers else ""
             return Answer(f"{lost} of {order.total()} samples not the same{again}", "bad")
@@ -224,8 +209,4 @@ def _worst(answers: Sequence[Answer]) -> Answer:
 def _is_enough(examination: Examination, whole: Pass, cut: int, world_size: int, batch: int = 0) -> bool:
     """Whether so much is left that no loader which drops its tail starts the next epoch instead."""
     batch = max([batch, *map(len, whole.ids)])
-    return not starts_next_epoch(examination, _count(whole.ids[cut:]), world_size, batch)
-
-
-def _count(batches: Any) -> Counter[Hashable]:
-    return Counter(sample for ids in batches for sample in ids)
+    return not starts_next_epoch(examination, count(whole.ids[cut:]), world_size, batch)

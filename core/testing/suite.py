@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .examine import Examination
-from .laws import examine_law
+from .law import Law
+from .laws import LAWS, examine_law
 from .record import Settings
 
 __all__ = ["ResumableTests"]
@@ -47,89 +49,9 @@ class ResumableTests:
     plain: ClassVar[Any] = None
     not_applicable: ClassVar[frozenset[str]] = frozenset()
 
-    def test_transparent(self) -> None:
-        """Undisturbed, it gives the plain loader's samples, batches, length and end, and leaves no other trace."""
-        self._examine("transparent")
+    if TYPE_CHECKING:
 
-    def test_determinism(self) -> None:
-        """Two fresh loaders agree, also in another process; if shuffled, two epochs differ; random columns vary."""
-        self._examine("determinism")
-
-    def test_tail(self) -> None:
-        """Head and resumed tail together are the whole epoch, bit for bit, at every cut, on each rank, with workers."""
-        self._examine("tail")
-
-    def test_next_epoch(self) -> None:
-        """After a resumed epoch, the next epoch is the one that would have followed, on every rank and with workers."""
-        self._examine("next epoch")
-
-    def test_boundary(self) -> None:
-        """The state after the last batch starts the next epoch, or ends a body; that before the first equals fresh."""
-        self._examine("boundary")
-
-    def test_round_trip(self) -> None:
-        """A loaded state is returned, equal, before anything else happens; a loader in use can load one too."""
-        self._examine("round trip")
-
-    def test_observer(self) -> None:
-        """Asking for states, lengths or the next batch changes nothing."""
-        self._examine("observer")
-
-    def test_isolation(self) -> None:
-        """A state never changes later, and loading leaves its argument unchanged."""
-        self._examine("isolation")
-
-    def test_transport(self) -> None:
-        """A state passes through JSON (and torch.load with weights_only) into another process unchanged."""
-        self._examine("transport")
-
-    def test_chain(self) -> None:
-        """A run that is interrupted twice continues like one that is interrupted once."""
-        self._examine("chain")
-
-    def test_partition(self) -> None:
-        """The ranks together cover each epoch by the declared tail rule, in equal counts."""
-        self._examine("partition")
-
-    def test_topology(self) -> None:
-        """With another world size, number of workers or batch size, the rest comes exactly once, or is refused."""
-        self._examine("topology")
-
-    def test_refusal(self) -> None:
-        """What does not fit is refused with a typed error, and the loader continues as before."""
-        self._examine("refusal")
-
-    def test_delivery(self) -> None:
-        """Prefetched batches do not count, nor do those that the caller still has in flight."""
-        self._examine("delivery")
-
-    def test_cost(self) -> None:
-        """A resume reads no sample that it skips, except the witness's."""
-        self._examine("cost")
-
-    def test_guest(self) -> None:
-        """The caller's random generators are left unchanged, and what the caller draws changes nothing."""
-        self._examine("guest")
-
-    def test_any_item(self) -> None:
-        """None, empty containers and empty tensors pass through like anything else."""
-        self._examine("any item")
-
-    def test_witness(self) -> None:
-        """A state of other data is refused before the first batch."""
-        self._examine("witness")
-
-    def test_honesty(self) -> None:
-        """What a loader promises with its first state, after its first batch, it still promises after two epochs."""
-        self._examine("honesty")
-
-    def test_reshard(self) -> None:
-        """Ranks that leave and join in mid-epoch share the rest of it, over any sequence of worlds."""
-        self._examine("reshard")
-
-    def test_rollback(self) -> None:
-        """What was handed out since the last commit is given again, once, and a state says what is committed."""
-        self._examine("rollback")
+        def __getattr__(self, name: str) -> Callable[[], None]: ...  # the tests, which are set below
 
     def _examine(self, law: str) -> None:
         outcome = examine_law(self._examination(), law)
@@ -151,31 +73,11 @@ class ResumableTests:
         return found
 
     def _settings(self) -> Settings:
-        cuts = self.cuts
-        return Settings(
-            make_loader=self._function("make_loader"),
-            world_sizes=tuple(self.world_sizes),
-            num_workers=tuple(self.num_workers),
-            epochs=self.epochs,
-            cuts=None if cuts is None else tuple(cuts),
-            quick=self.quick,
-            shuffled=self.shuffled,
-            tail=self.tail,
-            drop_last=self.drop_last,
-            elastic_content=self.elastic_content,
-            parts=self.parts,
-            identify=self._function("identify"),
-            draws=self._function("draws"),
-            gather=self._function("gather"),
-            reseal=self._function("reseal"),
-            state_bytes=self.state_bytes,
-            timeout=self.timeout,
-            options=None if self.options is None else tuple(self.options),
-            plain=self._function("plain"),
-        )
+        given = [each.name for each in dataclasses.fields(Settings) if hasattr(type(self), each.name)]
+        return Settings(**{"make_loader": self._value("make_loader")} | {name: self._value(name) for name in given})
 
-    def _function(self, name: str) -> Any:
-        """The function in this attribute, which may be a method, a staticmethod or a plain module-level function."""
+    def _value(self, name: str) -> Any:
+        """This attribute. A function may be a method, a staticmethod or a plain module-level function."""
         value = getattr(self, name, None)
         if name == "make_loader" and value is None:
             raise TypeError(f"{type(self).__name__} must set make_loader to a function that builds a fresh loader")
@@ -183,3 +85,17 @@ class ResumableTests:
             # A module-level function that was assigned without staticmethod() does not expect self.
             return value.__func__
         return value
+
+
+def _test_of(law: Law) -> Callable[[ResumableTests], None]:
+    def test(self: ResumableTests) -> None:
+        self._examine(law.name)
+
+    test.__name__ = f"test_{law.name.replace(' ', '_')}"
+    test.__qualname__, test.__doc__ = f"ResumableTests.{test.__name__}", law.sentence
+    return test
+
+
+for _law in LAWS.values():
+    _test = _test_of(_law)
+    setattr(ResumableTests, _test.__name__, _test)

@@ -12,7 +12,7 @@ import inspect
 import multiprocessing
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -24,13 +24,14 @@ from ..loader.loader import Loader
 from ..loader.part import Part
 from ..randomness.streams import without_keys
 from ..reading.driven import exposed_samplers
+from . import record
 from .examine import Examination
 from .law import law
 from .record import Failure, Pass, Recording, Seen, Settings, capture_failure, from_midepoch, open_loader, see
 from .report import HOLDS, InapplicableError, LawError, Outcome, combined
 from .subjects import rebuilt
 from .together import GlobalBatches
-from .worlds import contents_of, count
+from .worlds import contents_of, count, some
 
 __all__ = ["transparent"]
 
@@ -231,7 +232,7 @@ def _length_of(loader: Any) -> int | Failure:
 def _read(settings: Settings, opened: _Opened, side: Side, reading: _Reading) -> None:
     reading.departs = opened.departs
     known = reading.length if isinstance(reading.length, int) else None
-    bound = min(settings.max_batches, _MOST_UNKNOWN if known is None else 4 * known + 100)
+    bound = min(record.MOST_BATCHES, _MOST_UNKNOWN if known is None else 4 * known + 100)
     reading.views.append(_visible(opened.source))
     for epoch in range(_PASSES):
         if side == "plain":
@@ -420,7 +421,7 @@ class _Pair:
         """Of passes without an end, which samples come at all."""
         one, two, got = (set(count(part.ids)) for part in (first, second, mine))
         if one == two and one != got and not self.blind:
-            raise self.error(f"samples {_some(one - got) or 'and no other'}", f"others: {_some(got - one)}", epoch, 0)
+            raise self.error(f"samples {some(one - got) or 'and no other'}", f"others: {some(got - one)}", epoch, 0)
 
     @property
     def blind(self) -> bool:
@@ -436,7 +437,7 @@ class _Pair:
                 if names:
                     sample = next(iter(names))
                     at = next((n for n, ids in enumerate(named[2]) if sample in ids), len(named[2]))
-                    words = f"{_times(got[sample])}; {what}: {_some(names)}"
+                    words = f"{_times(got[sample])}; {what}: {some(names)}"
                     raise self.error(f"sample {sample} {_times(one[sample])}", words, epoch, at)
         else:
             self.drawn["which samples come"] = None
@@ -473,14 +474,14 @@ class _Pair:
         if expected != found:
             place = _first_difference(one, got)
             at = min(len(one), len(got)) if place is None else place
-            raise self.error(f"{len(one)} batches of {_some(one)}", f"{len(got)} of {_some(got)}", epoch, at)
+            raise self.error(f"{len(one)} batches of {some(one)}", f"{len(got)} of {some(got)}", epoch, at)
 
     def shapes(self, epoch: int, first: Pass, second: Pass, mine: Pass) -> None:
         """The kinds and shapes of the tensors in batches, whichever batches have them."""
         one, two, got = (Counter(_kinds(seen) for seen in part.batches) for part in (first, second, mine))
         if one == two and one != got:
             here, there = next(iter(one - got), ()), next(iter(got - one), ())
-            raise self.error(f"batches of {_some(here)}: {one[here]}", f"{got[here]}; of {_some(there)}", epoch)
+            raise self.error(f"batches of {some(here)}: {one[here]}", f"{got[here]}; of {some(there)}", epoch)
 
     def views(self, number: int, one: _Reading, two: _Reading, got: _Reading) -> None:
         """What is left in the sampler and the dataset. Counters of reads may be a little higher."""
@@ -535,11 +536,6 @@ def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> int | None:
 
 def _times(number: int) -> str:
     return ("never", "once", "twice")[number] if number < 3 else f"{number} times"
-
-
-def _some(names: Iterable[Any]) -> str:
-    listed = [str(each) for each in (names.elements() if isinstance(names, Counter) else names)]
-    return ", ".join(listed[:10]) + (", ..." if len(listed) > 10 else "")
 
 
 def _end(reading: _Reading, epoch: int) -> tuple[str, str]:

@@ -6,16 +6,21 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from . import items
 from .examine import Examination
 from .law import law
 from .record import Failure, Pass, Recording, Settings, length_of, open_loader
 from .report import HOLDS, Outcome, combined, names_all
 
 __all__ = [
-    "check_content", "check_cover", "contents_of", "count", "largest_batch", "no_world", "partition",
-    "starts_next_epoch", "topology",
+    "UNNAMED_VALUES", "check_content", "check_cover", "contents_of", "count", "largest_batch", "no_world", "partition",
+    "some", "starts_next_epoch", "topology",
 ]  # fmt: skip
+
+UNNAMED_VALUES = (
+    "the message does not give the saved and the current value",
+    "put the saved value beside the current one in the message",
+)
+"""Cause and cure where a refusal says too little."""
 
 _STATE_ERROR = "midepoch.errors.StateError"
 _CAPABILITY = {"world_size": "elastic_world", "num_workers": "elastic_workers", "batch_size": "elastic_world"}
@@ -117,15 +122,16 @@ def check_cover(
         if found.total() > allowed:
             raise examination.error(
                 f"{who}: at most {allowed} samples {name} ({rule})",
-                f"{found.total()} {name}: {_some(found)}",
+                f"{found.total()} {name}: {some(found)}",
                 epoch=epoch,
                 batch=cut,
             )
 
 
-def _some(samples: Counter[Hashable]) -> str:
-    listed = list(samples.elements())
-    return ", ".join(map(str, listed[:10])) + (", ..." if len(listed) > 10 else "")
+def some(names: Iterable[Any]) -> str:
+    """The first ten of these, as often as they are there."""
+    listed = [str(each) for each in (names.elements() if isinstance(names, Counter) else names)]
+    return ", ".join(listed[:10]) + (", ..." if len(listed) > 10 else "")
 
 
 def _check_lengths(examination: Examination, world_size: int) -> None:
@@ -213,11 +219,7 @@ def _check_equal_states(examination: Examination, world_size: int) -> None:
     for rank, other in enumerate(others, start=1):
         for epoch, (one, two) in enumerate(zip(first.passes, other.passes, strict=True)):
             for cut, (state, same) in enumerate(zip(one.states, two.states, strict=False)):
-                if items.digest(state) != items.digest(same):
-                    texts = items.first_difference(items.leaves(state), items.leaves(same))
-                    raise examination.error(
-                        f"the same state on ranks 0 and {rank}: {texts[0]}", texts[1], epoch=epoch, batch=cut
-                    )
+                examination.same_state(state, same, f"the same state on ranks 0 and {rank}", epoch=epoch, batch=cut)
 
 
 def _check_single(examination: Examination, world_size: int) -> None:
@@ -308,14 +310,8 @@ def _check_refused(
     if _STATE_ERROR not in failure.kinds or failure.during != "loading a state":
         raise examination.error(asked, f"{failure}\n{failure.trace}", epoch=epoch, batch=cut)
     if not names_all(failure.message, values):
-        raise examination.error(
-            asked,
-            str(failure),
-            epoch=epoch,
-            batch=cut,
-            cause="the message does not give the saved and the current value",
-            cure="put the saved value beside the current one in the message",
-        )
+        cause, cure = UNNAMED_VALUES
+        raise examination.error(asked, str(failure), epoch=epoch, batch=cut, cause=cause, cure=cure)
 
 
 def _other_option(examination: Examination, option: str) -> Outcome:
@@ -329,22 +325,12 @@ def _other_option(examination: Examination, option: str) -> Outcome:
     for old in values:
         head = examination.head_with(option, old)
         places = examination.places(head)
-        followed = examination.followed(places)
         if option == "num_workers":
             check_content(examination, [head.passes[0]], 0, f"with num_workers={old}")
         for new in values:
             if new == old or not places:
                 continue
-            trials = [
-                examination.trial(
-                    examination.options(**{option: new}),
-                    state=head.passes[epoch].states[cut],
-                    passes=1 + ((epoch, cut) in followed),
-                    limit=2 * sum(sum(map(len, part.ids)) for part in head.passes) + 1,
-                )
-                for epoch, cut in places
-            ]
-            resumed = [examination.resume(trials)]
+            resumed = [examination.resume_from(head, places, examination.followed(places), **{option: new})]
             outcomes.append(_judge_change(examination, [head], places, resumed, option, (old, new)))
     return _agreement(examination, outcomes)
 

@@ -8,7 +8,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,7 +28,7 @@ from ..testing.naming import Naming
 from ..testing.page import Picture, make_page, take_pictures
 from ..testing.record import Settings, experiment
 from ..testing.report import LawError, Report, Verdict, legend
-from ..testing.sides import Answer, Comparison, answer_all
+from ..testing.sides import Comparison, answer_all
 from ..testing.standing import stand
 from ..testing.subjects import Nature, Subject, possible_variations, recognise
 from ..testing.trials import TRIALS, try_promises
@@ -317,17 +317,21 @@ def _facts_table(diagnosis: Diagnosis) -> Table:
     return table
 
 
-def _comparison_table(comparison: Comparison) -> Table:
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str | Text]], fixed: int = 0) -> Table:
+    """A table in which the first ``fixed`` columns are not wrapped."""
     table = Table(box=box.SIMPLE)
-    for heading in ("", *comparison.headings):
-        table.add_column(_text(heading))
-    for question, answers in comparison.rows:
-        table.add_row(question, *(_answer(each) for each in answers))
+    for number, heading in enumerate(headings):
+        table.add_column(_text(heading), no_wrap=number < fixed)
+    for row in rows:
+        table.add_row(*(each if isinstance(each, Text) else _text(each) for each in row))
     return table
 
 
-def _answer(answer: Answer) -> Text:
-    return _text(answer.text, _TONES[answer.tone])
+def _comparison_table(comparison: Comparison) -> Table:
+    rows: list[list[str | Text]] = [
+        [question, *(_text(each.text, _TONES[each.tone]) for each in answers)] for question, answers in comparison.rows
+    ]
+    return _table(("", *comparison.headings), rows)
 
 
 def _summary(report: Report) -> list[str]:
@@ -367,28 +371,20 @@ _WORDS = {
 
 
 def _promises_table(report: Report) -> Table:
-    table = Table(box=box.SIMPLE)
-    for name in ("promise", "rests on", ""):
-        table.add_column(name, no_wrap=bool(name))
-    for promise in report.promises:
-        table.add_row(promise.name, Text(promise.standing, _COLOURS.get(promise.standing, "")), _text(promise.reason))
-    return table
+    rows = [(each.name, _coloured(each.standing), each.reason) for each in report.promises]
+    return _table(("promise", "rests on", ""), rows, fixed=2)
 
 
-def _verdicts_table(verdicts: Sequence[Verdict]) -> Table:
-    table = Table(box=box.SIMPLE)
-    for name in ("law or trial", "verdict", "epoch", "batch", ""):
-        table.add_column(name, no_wrap=name in ("law or trial", "verdict"))
-    for verdict in verdicts:
-        error = verdict.error
-        table.add_row(
-            verdict.law,
-            Text(verdict.status, _COLOURS.get(verdict.status, "")),
-            "" if error is None or error.epoch is None else str(error.epoch),
-            "" if error is None or error.batch is None else str(error.batch),
-            _text(verdict.reason),
-        )
-    return table
+def _verdicts_table(verdicts: Iterable[Verdict]) -> Table:
+    rows = [
+        (each.law, _coloured(each.status), "" if each.error is None else each.error.place, each.reason)
+        for each in verdicts
+    ]
+    return _table(("law or trial", "verdict", "where", ""), rows, fixed=2)
+
+
+def _coloured(word: str) -> Text:
+    return Text(word, _COLOURS.get(word, ""))
 
 
 def _versions() -> str:
