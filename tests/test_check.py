@@ -425,7 +425,7 @@ def test_a_hover_shows_what_a_person_can_read() -> None:
     shown = []
     for order in (numbers, digests):
         picture = Picture(0, 1, (1, 1), order, (order[:1],), (order[1:3],))
-        found = make_page("mine", Diagnosis("", "good"), Comparison((), ()), Report(()), {"": [picture]}, "")
+        found = make_page("mine", Diagnosis("", "good"), Comparison((), ()), Report(()), {"": [[picture]]}, "")
         shown.append(re.findall("<title>(.*?)</title></rect>", found))
     overview = ["column 1: sample 5", "columns 2 to 3: samples 6 to 7", "column 4: sample 8"]
     lanes = ["column 1: sample 5", "column 2: sample 6", "column 3: sample 7", "column 4: sample 8"]

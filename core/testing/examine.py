@@ -26,7 +26,7 @@ from .record import (
     read_views,
     record_many,
 )
-from .report import InapplicableError, LawError, Outcome
+from .report import InapplicableError, LawError
 
 __all__ = ["Examination", "Resume"]
 
@@ -503,15 +503,9 @@ class Examination:
 
     def need_exact(self) -> None:
         """Raise `InapplicableError` for a loader that declares a resumed epoch not to be exact."""
-        if outcome := self.inexact():
-            raise InapplicableError(outcome.reason, outcome.status)
-
-    def inexact(self) -> Outcome | None:
-        """The outcome for a loader that declares a resumed epoch not to be exact; None if it is exact."""
         declared, reason = self.capability("exact_order")
         if declared is False:
-            return Outcome("not promised", f"exact_order is declared no: {reason}")
-        return None
+            raise InapplicableError(f"exact_order is declared no: {reason}", "not promised")
 
     def resumed(self) -> dict[tuple[int, int], Recording]:
         """(epoch, cut) -> the rest of that epoch and the next one, from the states of `observed`.

@@ -6,8 +6,8 @@ A loader's declared capabilities decide which laws it is held to: where it decla
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from .examine import Examination
@@ -19,7 +19,7 @@ from .live import reshard, rollback
 from .proofs import honesty, witness
 from .record import Settings
 from .refusal import refusal
-from .report import InapplicableError, LawError, Outcome, Report, Verdict
+from .report import InapplicableError, LawError, Outcome, Report, Verdict, reach
 from .transparent import transparent
 from .worlds import partition, topology
 
@@ -134,16 +134,7 @@ def judge(examination: Examination, laws: Iterable[str] | None = None) -> Iterat
     unknown = [name for name in names if name not in LAWS]
     if unknown:
         raise ValueError(f"there is no law {unknown[0]!r}; the laws are {', '.join(LAWS)}")
-    return (_judge(examination, name) for name in LAWS if name in names)
-
-
-def _judge(examination: Examination, name: str) -> Verdict:
-    start = time.perf_counter()
-    try:
-        outcome = examine_law(examination, name)
-    except LawError as error:
-        return Verdict(name, "failed", error.got.splitlines()[0], error, time.perf_counter() - start)
-    return Verdict(name, outcome.status, outcome.reason, None, time.perf_counter() - start)
+    return (reach(name, partial(examine_law, examination, name)) for name in LAWS if name in names)
 
 
 _ALL = (

@@ -34,7 +34,7 @@ def round_trip(examination: Examination) -> Outcome:
         examination.sound(recording, "a state to load", epoch=epoch, batch=cut)
         expected = head.passes[epoch].states[cut]
         examination.same_state(expected, recording.loaded, "the loaded state", epoch=epoch, batch=cut)
-    if examination.inexact():
+    if examination.capability("exact_order")[0] is False:
         return HOLDS
     refused = _roll_back(examination, head)
     return combined({"given back": HOLDS, "a loader in use": Outcome("refused clearly", refused) if refused else HOLDS})

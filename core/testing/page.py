@@ -65,8 +65,8 @@ class Picture:
         return tuple(sample for sample, count in self.counts.items() if count > expected[sample])
 
 
-def take_pictures(examination: Examination, *, few: bool = False) -> list[Picture]:
-    """One picture for each cut inside each epoch and each possible change of the number of ranks.
+def take_pictures(examination: Examination, *, few: bool = False) -> list[list[Picture]]:
+    """For each epoch and possible change of the number of ranks a list: one picture for each cut inside.
 
     If an epoch can be cut in very many places, some are chosen, evenly spaced. ``few``: only one rank before and after.
     """
@@ -80,8 +80,8 @@ def take_pictures(examination: Examination, *, few: bool = False) -> list[Pictur
     for worlds in [(one, other) for one in sizes for other in sizes]:
         for epoch in range(examination.settings.epochs):
             order = tuple(sample for batch in whole.passes[epoch].ids for sample in batch)
-            found += _take(examination, epoch, worlds, order)
-    return found
+            found.append(_take(examination, epoch, worlds, order))
+    return list(filter(None, found))
 
 
 def _take(examination: Examination, epoch: int, worlds: tuple[int, int], order: tuple[Hashable, ...]) -> list[Picture]:
@@ -114,7 +114,7 @@ def make_page(
     diagnosis: Diagnosis,
     comparison: Comparison,
     report: Report,
-    pictures: Mapping[str, Sequence[Picture]],
+    pictures: Mapping[str, Sequence[Sequence[Picture]]],
     versions: str,
 ) -> str:
     """The page as HTML. It is self-contained: no script, no font, no link.
@@ -144,7 +144,7 @@ def make_page(
     rows = [("", question, *(_span(each.tone, each.text) for each in answers)) for question, answers in comparison.rows]
     parts += [_table(("", *comparison.headings), rows), "<h2>Which samples each rank received</h2>", _COLUMNS]
     for heading, taken in pictures.items():
-        first, *others = [_section(cuts) for cuts in _together(taken)] or [_NOTHING]
+        first, *others = list(map(_section, taken)) or [_NOTHING]
         more = f"<details><summary>Other epochs and numbers of ranks</summary>{''.join(others)}</details>"
         parts.append(f"<h3>{escape(heading)}</h3>{first}{more if others else ''}")
     tone, date = "bad" if failed or unkept else "good", time.strftime("%Y-%m-%d %H:%M")
@@ -198,14 +198,6 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 # --- drawings -----------------------------------------------------------------------------------------------------
-
-
-def _together(pictures: Sequence[Picture]) -> list[list[Picture]]:
-    """The pictures of each epoch and change of the number of ranks."""
-    groups: dict[tuple[int, tuple[int, int]], list[Picture]] = {}
-    for picture in pictures:
-        groups.setdefault((picture.epoch, picture.worlds), []).append(picture)
-    return list(groups.values())
 
 
 def _section(cuts: Sequence[Picture]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ __all__ = [
     "combined",
     "legend",
     "names_all",
+    "reach",
 ]
 
 Ending = Literal["holds", "refused clearly", "not promised", "not applicable"]
@@ -179,6 +181,18 @@ def legend(verdicts: Iterable[Verdict]) -> str:
     """What the words in a table of verdicts mean, to stand below it; '' if all of them explain themselves."""
     present = {verdict.status for verdict in verdicts}
     return "; ".join(f"{each}: {MEANINGS[each]}" for each in MEANINGS if each in present - {"holds", "failed"})
+
+
+def reach(name: str, examine: Callable[[], Outcome]) -> Verdict:
+    """The verdict of a law or trial of this name."""
+    begun = time.perf_counter()
+    try:
+        outcome = examine()
+    except InapplicableError as ended:
+        outcome = Outcome(ended.status, str(ended))
+    except LawError as error:
+        return Verdict(name, "failed", error.got.splitlines()[0], error, time.perf_counter() - begun)
+    return Verdict(name, outcome.status, outcome.reason, None, time.perf_counter() - begun)
 
 
 HOLDS = Outcome("holds")

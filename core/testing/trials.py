@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset
@@ -29,7 +30,7 @@ from ..state.witness import SampleSummary
 from . import items
 from .examine import Examination
 from .record import Finding, Recording, Seen, Settings, open_loader, see
-from .report import InapplicableError, LawError, Outcome, Verdict, combined
+from .report import InapplicableError, LawError, Outcome, Verdict, combined, reach
 
 __all__ = ["TRIALS", "TriedPromise", "try_promises"]
 
@@ -74,27 +75,12 @@ def try_promises(examination: Examination, seconds: float) -> Iterator[Verdict]:
     """
     left = seconds
     for number, trial in enumerate(TRIALS):
-        begun = time.perf_counter()
-        verdict = _verdict(examination, trial, left / (len(TRIALS) - number))
-        left = max(left - (time.perf_counter() - begun), 0.0)
+        examination.begin("honesty", trial.cause, trial.cure)
+        share = min(left / (len(TRIALS) - number), examination.settings.timeout / 2)
+        verdict = reach(trial.name, partial(trial.examine, examination, share))
+        left = max(left - verdict.seconds, 0.0)
         yield verdict
 
-
-def _verdict(examination: Examination, trial: TriedPromise, seconds: float) -> Verdict:
-    begun = time.perf_counter()
-    examination.begin(_LAW, trial.cause, trial.cure)
-    try:
-        outcome = trial.examine(examination, min(seconds, examination.settings.timeout / 2))
-    except _DeclinedError as reason:
-        outcome = Outcome("not promised", str(reason))
-    except InapplicableError as reason:
-        outcome = Outcome("not applicable", str(reason))
-    except LawError as error:
-        return Verdict(trial.name, "failed", error.got.splitlines()[0], error, time.perf_counter() - begun)
-    return Verdict(trial.name, outcome.status, outcome.reason, None, time.perf_counter() - begun)
-
-
-_LAW = "honesty"
 
 TRIALS: list[TriedPromise] = []
 """All trials, in the order in which they are made: the most telling first."""
@@ -111,11 +97,7 @@ def _promised(examination: Examination, *names: str) -> None:
     """Go on if one of these capabilities is promised, or none declared. Otherwise there is nothing to disprove."""
     declared = [(name, *examination.capability(name)) for name in names]
     if all(holds is False for _, holds, _ in declared):
-        raise _DeclinedError(f"{declared[0][0]} is declared no: {declared[0][2]}")
-
-
-class _DeclinedError(InapplicableError):
-    """The loader promises nothing of what would be tried."""
+        raise InapplicableError(f"{declared[0][0]} is declared no: {declared[0][2]}", "not promised")
 
 
 # --- lists ------------------------------------------------------------------------------------------------------------
@@ -381,9 +363,7 @@ def _states(examination: Examination, seconds: float) -> Outcome:
 
     One loader is also moved between states at random, and a few states are tried with workers.
     """
-    inexact = examination.inexact()
-    if inexact:
-        return inexact
+    examination.need_exact()
     deadline = time.monotonic() + seconds
     head = examination.observed()
     epochs = min(examination.settings.epochs, 2)

@@ -80,7 +80,7 @@ def examine(
     if laws is not None:
         judge(Examination(settings), laws)  # names an unknown law
     with _draft(page) as draft:  # find out before the long examination whether it can be written
-        pictures: dict[str, list[Picture]] = {}
+        pictures: dict[str, list[list[Picture]]] = {}
         with _Bar(4 + len(tries) + len(names) + (page is not None)) as bar:
             bar.begin("what it is")
             nature = _recognise(settings, target)
@@ -376,11 +376,12 @@ def _promises_table(report: Report) -> Table:
 
 
 def _verdicts_table(verdicts: Iterable[Verdict]) -> Table:
-    rows = [
-        (each.law, _coloured(each.status), "" if each.error is None else each.error.place, each.reason)
-        for each in verdicts
-    ]
-    return _table(("law or trial", "verdict", "where", ""), rows, fixed=2)
+    rows: list[list[str | Text]] = []
+    for each in verdicts:
+        place = (None, None) if each.error is None else (each.error.epoch, each.error.batch)
+        where = ("" if number is None else str(number) for number in place)
+        rows.append([each.law, _coloured(each.status), *where, each.reason])
+    return _table(("law or trial", "verdict", "epoch", "batch", ""), rows, fixed=2)
 
 
 def _coloured(word: str) -> Text:

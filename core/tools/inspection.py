@@ -255,10 +255,8 @@ def _loaded(source: Path | io.BytesIO, path: Path) -> Any:
     except Exception as error:
         names = ""
         if isinstance(source, Path):
-            try:
+            with contextlib.suppress(Exception):  # the first error is the reason
                 names = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-            except Exception:  # noqa: BLE001  # the first error is the reason
-                names = ""
         if names:
             raise _NotUnpickledError(
                 f"{path} contains {names[:300]}, which midepoch does not unpickle: save the loaders' states in a file "
