@@ -208,6 +208,8 @@ class SeedsFromTheProcess(ReferenceLoader):
 
 @breaks("determinism")
 class SameOrderInEachEpoch(ReferenceLoader):
+    plain = None  # from which it differs as well
+
     def order(self, epoch: int) -> list[int]:
         return super().order(0)
 
@@ -579,6 +581,8 @@ class GivesTheTailToOneRank(ReferenceLoader):
 class EveryRankReadsEverything(ReferenceLoader):
     """In the third epoch, say because set_epoch undid the sharding."""
 
+    plain = None  # from which it differs as well
+
     def read(self, epoch: int, positions: Sequence[int], order: list[int]) -> Any:
         if epoch >= 2:
             positions = [position - self.rank * len(positions) for position in positions]
@@ -596,6 +600,8 @@ class LengthOfTheWorld(ReferenceLoader):
 @breaks("partition")
 class LengthIsMadeUp(ReferenceLoader):
     """On one rank alone."""
+
+    plain = None  # from which it differs as well
 
     def __init__(
         self,
