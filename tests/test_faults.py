@@ -663,7 +663,9 @@ def test_two_jobs_build_indexes_in_one_folder_and_one_is_killed(tmp_path: Path, 
         other = context.Process(target=build_indexes, args=(urls, results))
         victim.start()
         other.start()
-        time.sleep(generator.uniform(0, 0.12))
+        seen = generator.randrange(8)  # the victim has found so many indexes, or is done
+        while victim.is_alive() and len(list(cache.glob("*/*"))) < seen:
+            time.sleep(0.0005)
         victim.kill()
         victim.join()
         interrupted += victim.exitcode != 0
