@@ -161,6 +161,29 @@ def test_a_loop_that_is_left_goes_on_in_the_next_one() -> None:
     assert got == whole
 
 
+def test_a_look_at_a_validation_before_an_exception_is_not_gone_on_with(tmp_path: Path) -> None:
+    """The loop over epochs begins again in the same process; what was left before the exception begins an epoch."""
+    train, validation = shuffled(), midepoch.wrap([[1], [2], [3]])
+    snapshot, seen, failed = Snapshot(tmp_path / "snapshot.pt", every=1, signals=(), train=train, val=validation), [], 0
+    while True:
+        try:
+            for _ in snapshot.epochs(1):
+                for _ in train:
+                    for batch in validation:
+                        seen.append(sources.plain(batch))
+                        break
+                    failed += 1
+                    if failed == 2:
+                        raise KilledError
+                    snapshot.step()
+            break
+        except KilledError:
+            continue
+    assert seen == [[1]] * 6
+    loaders = {"train": shuffled(), "val": midepoch.wrap([[1], [2], [3]])}
+    assert Snapshot(tmp_path / "snapshot.pt", signals=(), **loaders).load()
+
+
 def test_numbers_of_epochs(tmp_path: Path) -> None:
     loader = shuffled()
     snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader)

@@ -546,3 +546,20 @@ def test_the_search_enters_no_more_than_it_visits() -> None:
     finally:
         sys.setprofile(None)
     assert calls < 10 * MOST_OBJECTS
+
+
+def test_a_generator_over_numpys_global_one_cannot_be_seeded() -> None:
+    """Which is another one while samples are read."""
+
+    class Over(Dataset[Any]):
+        def __init__(self) -> None:
+            self.generator = np.random.Generator(np.random.get_bit_generator())
+
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> Any:
+            return index, self.generator.normal() if index > 4 else 0.0
+
+    exact = midepoch.wrap(DataLoader(Over(), batch_size=4), seed=0).capabilities.exact_augmentations
+    assert not exact and "Over.generator (a Generator over numpy's global one)" in exact.reason

@@ -1069,6 +1069,21 @@ def test_a_sample_that_ends_the_iteration_does_not_end_the_epoch(source: Any) ->
     assert loader.epoch == 0
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("first", [0, 8])
+def test_a_sample_of_a_first_batch_that_ends_the_iteration_loses_no_batch(first: int, workers: int) -> None:
+    loader = midepoch.wrap(DataLoader(Ending(22), batch_size=4, num_workers=workers), seed=0, verify="off")
+    loader.seek(position=first)
+    batches = iter(loader)
+    for _ in range(2 - first // 4):
+        next(batches)
+    for _ in range(3):
+        with pytest.raises(SourceError, match="ended"):
+            next(batches)
+        assert place(loader) == (0, 8)
+    loader.close()
+
+
 @pytest.mark.parametrize(("says", "gives", "expected"), [(8, 6, "after 6"), (4, 6, "continues after")])
 def test_a_source_that_gives_other_than_its_length_is_named(says: int, gives: int, expected: str) -> None:
     class Wrong(sources.Counter):

@@ -333,7 +333,16 @@ class Body:
         if interrupted:
             told = [each.ended or 0 for each in intervals if each.exhausted]
             latest = max([self.now, *told, *(max(each.began, each.took) for each in intervals)])
-            freed = [each for each in intervals if not each.exhausted and (each.ended or 0) > latest]
+            leads = leads_of(intervals)
+            # A pass that began since the latest step within another one may have been left on purpose: a look at a
+            # validation. One that was read over a step, as the second of a zip, was left with the other one.
+            freed = [
+                each
+                for each in intervals
+                if not each.exhausted
+                and (each.ended or 0) > latest
+                and (each.older or each.resumed or each.stepped > each.began or any(each is one for one in leads))
+            ]
             intervals = [replace(each, ended=None) if each in freed else each for each in intervals]
         found = record_of(intervals)
         # What the resumed body had open and this one has not come to yet, or had left.
@@ -346,7 +355,7 @@ class Body:
         found.within = sorted({*found.within, *self._rests} - {found.lead})
         found.left = sorted({*self._names, *self._untouched.left} - {*found.open})
         found.ahead, found.unknown = sorted(self.ahead), self.unknown or unknown_from(
-            self.intervals, leads_of(self.intervals), self.now, 0
+            intervals, leads_of(intervals), self.now, 0
         )
         return found
 

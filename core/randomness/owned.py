@@ -77,6 +77,9 @@ def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
         path, value = queue.popleft()
         if issubclass(type(value), np.random.Generator):
             value = value.bit_generator
+            if value is np.random.get_bit_generator():  # which is another one while samples are read
+                hopeless.append(f"{path} (a Generator over numpy's global one)")
+                continue
         if id(value) in seen:
             continue
         seen[id(value)] = value

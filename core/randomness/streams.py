@@ -61,18 +61,17 @@ _current = threading.local()
 
 # The generators are the process's. A thread that reads waits for its turn, but not for ever: another one may wait for
 # what this one reads.
-_turn = threading.Lock()
+_turn, _process = threading.Lock(), os.getpid()
 _SECONDS_TO_WAIT = 1.0
 
 
-def _begin_turns() -> None:
-    """In a process that was forked while a thread had its turn, nobody would end that."""
-    global _turn
-    _turn = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_turns)
+def _wait() -> threading.Lock | None:
+    """The turn, once the thread that has it ends it; None if that takes too long."""
+    global _turn, _process
+    if os.getpid() != _process:  # this process was forked while a thread had its turn, which nobody would end
+        _turn, _process = threading.Lock(), os.getpid()
+    turn = _turn
+    return turn if turn.acquire(timeout=_SECONDS_TO_WAIT) else None
 
 
 def process_seed() -> int:
@@ -355,8 +354,8 @@ class Streams:
             self._globals.stay(seeds)
             self._saved = _NOTHING
         else:
-            if outer is None and (_turn.acquire(blocking=False) or _turn.acquire(timeout=_SECONDS_TO_WAIT)):
-                self._turn = _turn
+            if outer is None:
+                self._turn = _turn if _turn.acquire(blocking=False) else _wait()
             self._globals.take_over(seeds)
             self._saved = [each.save() for each in self._owned] if self._owned else _NOTHING
         if self._devices is not None:

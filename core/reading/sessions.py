@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
@@ -14,6 +13,35 @@ import torch
 from ..loader.adapter import Run, Session, WitnessReport
 
 __all__ = ["FirstBatch", "IteratorSession", "SeeingSession", "WitnessRequest"]
+
+
+class _First:
+    """The first of the answers."""
+
+    def __init__(self, answers: Iterator[Any], seen: list[WitnessReport]) -> None:
+        self.answers, self._seen = answers, seen
+        self.asked = self.given = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.asked:
+            raise StopIteration
+        self.asked = True
+        answer = _unwrapped(self._seen, next(self.answers))
+        self.given = True
+        return answer
+
+
+class _Rest:
+    """The answers after the first; none if it was not given. A sample of the user's may raise StopIteration itself."""
+
+    def __init__(self, first: _First) -> None:
+        self._first = first
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._first.answers if self._first.given else iter(())
 
 
 class SeeingSession(Session):
@@ -29,8 +57,8 @@ class SeeingSession(Session):
         Nor is it a generator: numpy's code, when it is called within one, leaves there what `except` is handling, and
         so would keep the frames of whoever begins a pass in `except StopIteration`.
         """
-        first = map(functools.partial(_unwrapped, self._seen), itertools.islice(answers, 1))
-        return itertools.chain(first, answers)
+        first = _First(answers, self._seen)
+        return itertools.chain(first, _Rest(first))
 
     @property
     def seen(self) -> WitnessReport | None:  # type: ignore[override]
