@@ -2460,7 +2460,7 @@ def test_a_batch_takes_few_calls(name: str) -> None:
     steady = {called: count / 100 for called, count in counted.items() if called not in theirs}
     expected = {"__next__": 1, "take": 1, "count": 1, "C append": 1}
     if name in SEEDED:  # numpy's calls of C are not counted
-        assert steady == steady | expected | {"start": 1, "C manual_seed": 1} and sum(steady.values()) <= 24
+        assert steady == steady | expected | {"start": 1, "C manual_seed": 1} and sum(steady.values()) <= 27
     else:
         assert steady == expected
 

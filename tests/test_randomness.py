@@ -1157,3 +1157,23 @@ def test_a_loader_that_waits_for_what_another_thread_reads_does_not_hang() -> No
     thread.start()
     assert [index for index, _ in outer] == [0, 1, 2]
     thread.join(60)
+
+
+def test_an_interrupt_within_a_batch_makes_nobody_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = midepoch.wrap(DataLoader(DrawsFromAll(), batch_size=4), seed=0)
+    whole = sources.taken(loader, 3)
+    loader = midepoch.wrap(DataLoader(DrawsFromAll(), batch_size=4), seed=0)
+    batches = iter(loader)
+    got = [sources.plain(next(batches))]
+
+    def interrupted(streams: Streams) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        context.setattr(Streams, "_leave", interrupted)
+        next(batches)
+    began = time.monotonic()
+    loader.seek(position=4)
+    got += sources.taken(loader, 2)
+    assert got == whole
+    assert time.monotonic() - began < 0.9

@@ -61,14 +61,15 @@ _current = threading.local()
 
 # The generators are the process's. A thread that reads waits for its turn, but not for ever: another one may wait for
 # what this one reads.
-_turn, _process = threading.Lock(), os.getpid()
+_turn, _owner, _process = threading.Lock(), 0, os.getpid()
 _SECONDS_TO_WAIT = 1.0
 
 
 def _wait() -> threading.Lock | None:
     """The turn, once the thread that has it ends it; None if that takes too long."""
     global _turn, _process
-    if os.getpid() != _process:  # this process was forked while a thread had its turn, which nobody would end
+    # Nobody would end it if this process was forked meanwhile, or an interrupt came between in this very thread.
+    if os.getpid() != _process or _owner == threading.get_ident():
         _turn, _process = threading.Lock(), os.getpid()
     turn = _turn
     return turn if turn.acquire(timeout=_SECONDS_TO_WAIT) else None
@@ -344,7 +345,9 @@ class Streams:
 
     def _enter(self, seeds: _Each, notes: bool) -> Callable[[int], None] | None:
         """Take over the generators, to seed these; the others are at rest. Returns what seeds, if anything is to be."""
-        self._outer = outer = getattr(_current, "streams", None)
+        global _owner
+        outer = getattr(_current, "streams", None)
+        self._outer = outer = None if outer is self else outer  # which an interrupt may have left there
         _current.streams, self.key, self.generator = self, None, None
         self.asked = self.asked_seed = False
         self._seeds, self._noted = seeds, _NONE if notes else None
@@ -355,7 +358,9 @@ class Streams:
             self._saved = _NOTHING
         else:
             if outer is None:
-                self._turn = _turn if _turn.acquire(blocking=False) else _wait()
+                self._turn = turn = _turn if _turn.acquire(blocking=False) else _wait()
+                if turn is not None:
+                    _owner = threading.get_ident()
             self._globals.take_over(seeds)
             self._saved = [each.save() for each in self._owned] if self._owned else _NOTHING
         if self._devices is not None:
@@ -368,6 +373,7 @@ class Streams:
 
     def _leave(self) -> tuple[_Each, _Each]:
         """Restore the caller's generators. Returns what the batch has used, and what of it was not seeded."""
+        global _owner
         lent, devices, noted, seeds = self._globals, self._devices, self._noted, self._seeds
         at = lent.at
         stamp = at if noted is None and seeds is _ALL else lent.stamp()
@@ -387,6 +393,7 @@ class Streams:
         if devices is not None:
             devices.restore()
         if self._turn is not None:
+            _owner = 0  # first: the next thread says whose it is after it has it
             self._turn.release()
             self._turn = None
         self._saved, _current.streams = None, self._outer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
@@ -13,35 +14,6 @@ import torch
 from ..loader.adapter import Run, Session, WitnessReport
 
 __all__ = ["FirstBatch", "IteratorSession", "SeeingSession", "WitnessRequest"]
-
-
-class _First:
-    """The first of the answers."""
-
-    def __init__(self, answers: Iterator[Any], seen: list[WitnessReport]) -> None:
-        self.answers, self._seen = answers, seen
-        self.asked = self.given = False
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self.asked:
-            raise StopIteration
-        self.asked = True
-        answer = _unwrapped(self._seen, next(self.answers))
-        self.given = True
-        return answer
-
-
-class _Rest:
-    """The answers after the first; none if it was not given. A sample of the user's may raise StopIteration itself."""
-
-    def __init__(self, first: _First) -> None:
-        self._first = first
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._first.answers if self._first.given else iter(())
 
 
 class SeeingSession(Session):
@@ -57,8 +29,10 @@ class SeeingSession(Session):
         Nor is it a generator: numpy's code, when it is called within one, leaves there what `except` is handling, and
         so would keep the frames of whoever begins a pass in `except StopIteration`.
         """
-        first = _First(answers, self._seen)
-        return itertools.chain(first, _Rest(first))
+        # What follows the first is there once that was given. A sample of the user's may raise StopIteration itself.
+        rest: list[Iterator[Any]] = []
+        first = map(functools.partial(_unwrapped, self._seen, rest, answers), itertools.islice(answers, 1))
+        return itertools.chain.from_iterable(itertools.chain((first,), rest))
 
     @property
     def seen(self) -> WitnessReport | None:  # type: ignore[override]
@@ -112,7 +86,8 @@ class IteratorSession(SeeingSession):
             close()
 
 
-def _unwrapped(seen: list[WitnessReport], answer: Any) -> Any:
+def _unwrapped(seen: list[WitnessReport], rest: list[Iterator[Any]], answers: Iterator[Any], answer: Any) -> Any:
+    rest.append(answers)
     if type(answer) is FirstBatch:
         seen.append(answer.seen)
         return answer.batch
