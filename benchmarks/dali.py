@@ -184,7 +184,7 @@ def inside(root: str, rounds: int, random: bool) -> None:
         loader = midepoch.wrap(bare(root, random))
         batches: Any = iter(loader)
         next(batches)
-        live: Any = loader._progress.reading.session
+        live: Any = loader._progress.reading.session  # type: ignore[union-attr]
         iterator = live._live.iterator
         for turn in range(PAIRS + 1):
             order = (batches, iterator) if turn % 2 else (iterator, batches)
@@ -258,7 +258,7 @@ def states(root: str) -> None:
     print("\n| | `state_dict()`, µs | note kept for `in_flight`, µs a batch |\n|---|---|---|")
     loader = midepoch.wrap(bare(root))
     next(iter(loader))
-    live: Any = loader._progress.reading.session
+    live: Any = loader._progress.reading.session  # type: ignore[union-attr]
     iterator = live._live.iterator
     for name, wrapped, note in (
         ("native", loader, iterator.checkpoints),

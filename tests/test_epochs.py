@@ -905,7 +905,7 @@ def test_the_end_of_a_body_is_told_where_no_loop_ends_it(tmp_path: Path) -> None
     assert got == expected[1]
 
 
-PASSES = {"empty": {}, "open": [], "left": [], "lead": None, "within": [], "ahead": [], "unknown": ""}
+PASSES: dict[str, Any] = {"empty": {}, "open": [], "left": [], "lead": None, "within": [], "ahead": [], "unknown": ""}
 
 
 @pytest.mark.parametrize("content", [3, {}, {"epoch": -1, "passes": PASSES, "ends": False},

@@ -479,7 +479,7 @@ def test_break_leaves_no_thread() -> None:
 def test_a_slow_consumer_bounds_what_is_read_ahead() -> None:
     loader = midepoch.wrap(sources.make(batches_ahead=1, batch_size=1), seed=1)
     read(loader, 1)
-    session: Any = loader._progress.reading.session
+    session: Any = loader._progress.reading.session  # type: ignore[union-attr]
     assert wait_until(lambda: session._production._queue.qsize() == 2)
     time.sleep(0.1)
     assert session._production._queue.qsize() == 2

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch.utils.data import DataLoader
 
@@ -37,7 +37,7 @@ class Moved(NamedTuple):
 
 
 def loader(**options: Any) -> Loader:
-    return midepoch.wrap(DataLoader(Numbers(range(6)), batch_size=2), seed=0, **{"world": World()} | options)
+    return midepoch.wrap(DataLoader(cast(Any, Numbers(range(6))), batch_size=2), seed=0, **{"world": World()} | options)
 
 
 def read(count: int, made: Loader | None = None) -> Moved:

@@ -576,7 +576,8 @@ def test_a_trial_that_takes_from_what_all_copies_share_is_told() -> None:
 
 
 def test_what_cannot_be_copied_is_not_read_for_a_trial() -> None:
-    for held in (iter(DataLoader(sources.Indices(8))), sources.numbers(), queue.Queue(), threading.Lock()):
+    helds: list[Any] = [iter(DataLoader(sources.Indices(8))), sources.numbers(), queue.Queue(), threading.Lock()]
+    for held in helds:
         assert copy_of(Around(held)).why.startswith("it cannot be pickled")
     for large in (torch.zeros(LARGEST_COPY), torch.zeros(LARGEST_COPY)[:1], np.zeros(LARGEST_COPY), bytes(65 << 20)):
         assert copy_of(Around(large)).why == "it holds more than 64 MB"

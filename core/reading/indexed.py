@@ -214,7 +214,10 @@ class MapReader:
 
         if (not self._single and not keeps) or not is_inert(batch):  # the samples were copied
             return FirstBatch(batch, see())
-        kept = copy.deepcopy(batch)  # a dataset may fill one buffer at each read, and hand that out
+        try:
+            kept = copy.deepcopy(batch)  # a dataset may fill one buffer at each read, and hand that out
+        except Exception:  # noqa: BLE001  # of torch's, for one: nested tensors cannot be copied
+            return FirstBatch(batch, see())
         seen = see()
         return FirstBatch(kept if summary_of(kept).differing(summary_of(batch)) else batch, seen)
 

@@ -218,7 +218,7 @@ class ReplayReader:
             self._streams.begin_replay()
         collate, trial, passes = self._collate, None, None
         copied = copy_of(self.dataset) if request.tries else Copied()  # before it is read
-        threads = threading.active_count()
+        threads = set(threading.enumerate())
         if request.tries and collate is not None and not keeps_nothing(collate):
             self._collate = trial = CallTrial(collate, listed=not self._single)
         try:
@@ -226,7 +226,7 @@ class ReplayReader:
         finally:
             self._collate = collate
         others = [Finding(unseen=tuple(self._unseen))] if self._unseen else []
-        if request.tries and self.drawn and threading.active_count() > threads:
+        if request.tries and self.drawn and not threads.issuperset(threading.enumerate()):
             passes = Finding(untried="threads were started while it was read, whose draws would differ")
         elif request.tries:
             passes = self._try_passes(copied, request)
