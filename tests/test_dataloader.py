@@ -60,21 +60,6 @@ SIZE = 22
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 @pytest.mark.parametrize("data", [sources.Noisy(SIZE), sources.Stream(SIZE)], ids=["indexed", "stream"])
 @pytest.mark.parametrize("workers", [0, 2])
-class Nested(torch.utils.data.Dataset[Any]):
-    """Whole batches are nested tensors, which cannot be copied."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.nested.nested_tensor([torch.ones(index % 3 + 1), torch.full((2,), float(index))])
-
-
-def test_a_batch_that_cannot_be_copied_is_given() -> None:
-    loader = midepoch.wrap(DataLoader(Nested(), batch_size=None), seed=0)
-    assert [int(each[1][0]) for each in loader] == list(range(8))
-
-
 def test_an_iterator_of_a_loader_is_refused(kind: Any, data: Any, workers: int) -> None:
     iterator = iter(kind(data, 4, num_workers=workers))
     with pytest.raises(UnsupportedSourceError, match=f"{type(iterator).__name__}.*wrap the DataLoader itself"):
@@ -1039,3 +1024,18 @@ def test_a_state_dict_of_torchs_own_dataloader_is_not_used(
     head = sources.taken(loader, 1)
     assert head + sources.resumed(make, loader.state_dict()) == whole
     assert calls == []
+
+
+class Nested(torch.utils.data.Dataset[Any]):
+    """Whole batches are nested tensors, which cannot be copied."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.nested.nested_tensor([torch.ones(index % 3 + 1), torch.full((2,), float(index))])
+
+
+def test_a_batch_that_cannot_be_copied_is_given() -> None:
+    loader = midepoch.wrap(DataLoader(Nested(), batch_size=None), seed=0)
+    assert [int(each[1][0]) for each in loader] == list(range(8))

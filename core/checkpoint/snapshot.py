@@ -136,6 +136,7 @@ class Snapshot:
         self._body: Body | None = None  # that is running
         self._before = Record()  # of the loaders that are where an earlier body has left them, and read ahead
         self._owes_a_save = self._told_of_put_off = False
+        self._left_here = False  # `_resumed` is of a body that this process has left
         self._body_was_left = self._stays = False  # before its end, by the loop; what `poll` has left with
         self._polling, self._polls = Agreement(group), 0
         # A whole run may be in an `except` clause. The exception's attributes stand for it: unlike itself they keep no
@@ -303,7 +304,7 @@ class Snapshot:
         finally:
             if self._body is not None:  # the loop was left; another one continues there
                 self._resumed = BodyRecord(self._epoch, self._body.record(interrupted=True))
-                self._body_was_left = True
+                self._body_was_left = self._left_here = True
                 if self._owes_a_save and not self._stays:
                     what = "the body of epoch %s was left before its end, to which a save was put off: %s is unchanged"
                     _logger.warning(what, self._epoch, self.path)
@@ -337,10 +338,10 @@ class Snapshot:
         if any(loader._progress.body is not None for loader in loaders.values()):
             raise MidepochError(RUNNING)
         progress = {name: loader._progress for name, loader in loaders.items()}
-        body = Body(progress, self._before if resumed is None else resumed, before)
+        body = Body(progress, self._before if resumed is None else resumed, before, left=self._left_here)
         for name, each in progress.items():
             each.enter_body(body, name, None if resumed is None else name not in resumed.left)
-        self._epoch, self._body, self._body_was_left = epoch, body, False
+        self._epoch, self._body, self._body_was_left, self._left_here = epoch, body, False, False
         return body
 
     def _end_body(self, epoch: int) -> None:
@@ -644,7 +645,7 @@ class Snapshot:
             seed_generators(derive_key(_KEY, content["seed"], ranks.rank, content["steps"]))
         self.steps, self._agreement.next_step, self._due = content["steps"], NEVER, 0
         self._epoch, self._before, self._owes_a_save = None, Record(), False
-        self._body_was_left = False
+        self._body_was_left = self._left_here = False
         self._file.take_over(found)
         return True
 

@@ -119,6 +119,7 @@ class Body:
         loaders: their progress, by name.
         resumed: the record of the snapshot from which the body is run again.
         before: the body before this one: passes that are still open continue.
+        left: the record is that of a body which this process has left, so its passes may have been left on purpose.
         alone: there is no record: a state knows of one pass only.
     """
 
@@ -127,11 +128,12 @@ class Body:
         loaders: dict[str, Any],
         resumed: Record | None = None,
         before: Body | None = None,
+        left: bool = False,
         alone: bool = False,
     ) -> None:
         resumed = Record() if resumed is None else resumed
         self.loaders: dict[str, _Progress] = loaders
-        self.alone = alone
+        self.alone, self._left = alone, left
         self.clock = self.now = self.previous = self.in_flight = 0
         self.ahead = set(resumed.ahead)
         self.intervals: list[Interval] = []
@@ -195,8 +197,8 @@ class Body:
         """
         interval = Interval(name, self._tick(), older=older or name in self._older_rests, outlived=outlived)
         self._older_rests.discard(name)
-        interval.resumed = name in self._rests
-        interval.ends_lead = interval.resumed and name == self._resumed_lead
+        interval.resumed = name in self._rests and not self._left
+        interval.ends_lead = name in self._rests and name == self._resumed_lead
         self._rests.discard(name)
         self._add(interval)
 
@@ -333,16 +335,7 @@ class Body:
         if interrupted:
             told = [each.ended or 0 for each in intervals if each.exhausted]
             latest = max([self.now, *told, *(max(each.began, each.took) for each in intervals)])
-            leads = leads_of(intervals)
-            # A pass that began since the latest step within another one may have been left on purpose: a look at a
-            # validation. One that was read over a step, as the second of a zip, was left with the other one.
-            freed = [
-                each
-                for each in intervals
-                if not each.exhausted
-                and (each.ended or 0) > latest
-                and (each.older or each.resumed or each.stepped > each.began or any(each is one for one in leads))
-            ]
+            freed = [each for each in intervals if not each.exhausted and (each.ended or 0) > latest]
             intervals = [replace(each, ended=None) if each in freed else each for each in intervals]
         found = record_of(intervals)
         # What the resumed body had open and this one has not come to yet, or had left.
@@ -355,7 +348,7 @@ class Body:
         found.within = sorted({*found.within, *self._rests} - {found.lead})
         found.left = sorted({*self._names, *self._untouched.left} - {*found.open})
         found.ahead, found.unknown = sorted(self.ahead), self.unknown or unknown_from(
-            intervals, leads_of(intervals), self.now, 0
+            self.intervals, leads_of(self.intervals), self.now, 0
         )
         return found
 

@@ -168,6 +168,7 @@ class Streams:
         self._stays = False  # nothing is restored
         self._outer: Streams | None = None
         self._turn: threading.Lock | None = None  # while this thread has it
+        self._late: list[str] = []  # the paths of generators that the first batch has made
         self.first = self.keyless = self.asked = self.asked_seed = self.kept = False
         self.key: int | None = None
         self.generator: np.random.Generator | None = None
@@ -212,15 +213,15 @@ class Streams:
             known = {id(each.generator) for each in before}
             late = [each for each in self._owned if id(each.generator) not in known]
         # Known generators keep their path for this pass, even if samples have moved them.
-        self._owned = [*before, *late]
+        self._owned, self._late = [*before, *late], [each.path for each in late]
         return bool(late) or (self._devices is not None and self._devices.late)
 
     def warn_of_late(self) -> None:
         """Warn if `made_late` has found something and the batch cannot be read again."""
         warn(
-            "code of the source has made a random generator while the first batch was read, and that batch cannot be "
-            "read again; its random numbers may differ after a resume: make the generator in __init__, or use "
-            "midepoch.sample_generator()",
+            f"code of the source has made a random generator ({', '.join(self._late)}) while the first batch was read, "
+            "and that batch cannot be read again; its random numbers may differ after a resume: make the generator in "
+            "__init__, or use midepoch.sample_generator()",
         )
 
     def _search(self, more: tuple[object, ...]) -> None:
