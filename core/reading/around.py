@@ -147,7 +147,7 @@ class Around:
             iterators = [name for name, value in held.items() if is_iterator(value) or isinstance(value, Feed)]
             found += ((held, name, feed.iterator) for name in iterators)
         if self._holders[-1] is self._loader:  # the ``__iter__`` of its class calls torch's, which uses these
-            found += ((vars(self._loader), name, value) for name, value in iterating_by(feed.begin).items())
+            found += ((vars(self._loader), name, value) for name, value in iterating_by(feed._midepoch_begin).items())
         return found
 
     def leave(self) -> None:
@@ -179,16 +179,19 @@ def _once(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 class Feed:
-    """Stands for an iterator of the loader inside."""
+    """Stands for an iterator of the loader inside.
+
+    Its attributes begin with `_midepoch`: an object may keep it, and nobody looks for random generators there.
+    """
 
     def __init__(self, ask: Callable[[], Any]) -> None:
-        self._ask = ask
+        self._midepoch_ask = ask
 
     def __iter__(self) -> Feed:
         return self
 
     def __next__(self) -> Any:
-        return self._ask()
+        return self._midepoch_ask()
 
     next = __next__  # as DALI's iterators have it
 
@@ -208,16 +211,15 @@ class _FeedLoader(Feed):
     """Stands for the loader itself. What it has besides batches is that loader's.
 
     Attributes:
-        begin: returns an iterator of it.
-        iterator: that one.
+        iterator: of it.
     """
 
     def __init__(self, ask: Callable[[], Any], begin: Callable[[], Feed], loader: Any, batches: int | None) -> None:
         super().__init__(ask)
-        self.begin, self.iterator, self._loader, self._batches = begin, Feed(ask), loader, batches
+        self._midepoch_begin, self.iterator, self._loader, self._batches = begin, Feed(ask), loader, batches
 
     def __iter__(self) -> Feed:
-        return self.begin()
+        return self._midepoch_begin()
 
     def __len__(self) -> int:
         """Batches of this session, for objects that count them."""
