@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..errors import StateError
-
 __all__ = ["Place", "Unknown"]
 
 
@@ -31,13 +29,6 @@ class Place(NamedTuple):
     position: int
     detail: str = ""
     at_end: bool = False
-
-    @property
-    def known_detail(self) -> str:
-        """The detail. Raises StateError if the source could not give it."""
-        if isinstance(self.detail, Unknown):
-            raise StateError(str(self.detail))
-        return self.detail
 
     def before(self, size: int) -> Place:
         """The end of the epoch before, if this is the beginning of one."""

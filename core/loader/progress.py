@@ -57,7 +57,7 @@ class Progress:
     Attributes:
         place: where the next batch is, while no session is open.
         reading: the open session; None while none is open, and after an epoch's last batch.
-        given_up: that of a pass which has been given its epoch's last batch, and has not been told that it has ended.
+        spent: the session of a pass that was given its epoch's last batch, and has not been told that it has ended.
         latest: a reference to the latest pass.
         made_outside: a reference to the latest pass whose iterator was made outside of a body.
         new_epoch: a new pass begins a new epoch, because batches of this one were handed out. After a load or a seek it
@@ -95,7 +95,7 @@ class Progress:
     def _begin_apart(self) -> None:
         """What a copy of this process's loader does not share."""
         self.reading: Reading | None = None
-        self.given_up: Reading | None = None
+        self.spent: Reading | None = None
         self.latest: Any = _none
         self.made_outside: Any = _none
         self.body: Body | None = None
@@ -105,7 +105,7 @@ class Progress:
 
     def __getstate__(self) -> dict[str, Any]:
         # For trainers that start processes: everything except the open session.
-        apart = ("reading", "given_up", "latest", "made_outside", "body", "failed", "history", "_then")
+        apart = ("reading", "spent", "latest", "made_outside", "body", "failed", "history", "_then")
         return {name: each for name, each in vars(self).items() if name not in apart} | {"place": self.here()}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ class Progress:
     @property
     def has_session(self) -> bool:
         """Whether a session is open, if only because its pass has not been told that it has ended."""
-        return self.reading is not None or self.given_up is not None
+        return self.reading is not None or self.spent is not None
 
     @property
     def is_awaited(self) -> bool:
@@ -193,7 +193,7 @@ class Progress:
         """The place. Raises StateError if the source cannot say."""
         if self.reading is not None:
             return self.reading.place()
-        if self.given_up is not None:
+        if self.spent is not None:
             self._settle()
         if isinstance(self.place.detail, Unknown):
             raise StateError(str(self.place.detail))
@@ -203,7 +203,7 @@ class Progress:
         """This rank's batches from (epoch, position) on; None if the length is unknown."""
         self.refresh()
         detail = self.place.detail if self.reading is None else self.reading.run.detail
-        if isinstance(detail, Unknown) or (self.reading is None and (self.is_at_end or self.given_up is not None)):
+        if isinstance(detail, Unknown) or (self.reading is None and (self.is_at_end or self.spent is not None)):
             detail = ""  # that of the place is not known, or is the next epoch's
         return self.adapter.share(self.setting.seed(world), epoch, position, world, detail)
 
@@ -241,8 +241,8 @@ class Progress:
 
     def put(self, place: Place, ends_early: bool = False) -> None:
         """Be at `place`. The running pass, or else the next one, continues there."""
-        self._close(self.given_up)
-        self.given_up = None
+        self._close(self.spent)
+        self.spent = None
         self._close(self._without_reading())
         self.place = place
         self.latest = _none if self.has_ended else self.latest
@@ -257,7 +257,7 @@ class Progress:
 
     def roll_back(self) -> None:
         """Give again what was handed out since the origin. The pass that came from there continues, or the next one."""
-        is_over = self.has_ended or self.given_up is not None
+        is_over = self.has_ended or self.spent is not None
         if is_over and (self.epoch, self.position) == self.origin[:2]:
             if self.reading is not None:
                 self.suspend()  # `peek` has opened it, beyond the pass's end
@@ -335,7 +335,7 @@ class Progress:
         """Close the open session, and keep its place. `mark`: taken before a batch that failed."""
         here = self.epoch, self.position
         self._settle()
-        self._close(self.given_up)
+        self._close(self.spent)
         reading = self._without_reading()
         if reading is None:
             return
@@ -366,7 +366,7 @@ class Progress:
         if reading is not None and reading.peeked:
             return reading.peeked[0][0]
         latest = self.latest()
-        if self.given_up is not None and latest is not None:
+        if self.spent is not None and latest is not None:
             raise StopIteration  # the pass has given its last batch, and has not been told so
         self.finish()
         if self.reading is None and not self.open():
@@ -390,13 +390,13 @@ class Progress:
 
     def finish(self) -> None:
         """A pass that was given its epoch's last batch has ended."""
-        reading = self.given_up
+        reading = self.spent
         if reading is None:
             return
         try:
             self._settle()
         finally:
-            self.given_up = None
+            self.spent = None
             self.end_pass()
             self.latest = _ended
             reading.close()
@@ -421,7 +421,7 @@ class Progress:
             raise StopIteration
         if self.latest() is not this:
             self._refuse()
-        if self.given_up is not None:
+        if self.spent is not None:
             self.finish()
             self.new_epoch = True
             raise StopIteration
@@ -470,11 +470,11 @@ class Progress:
         else:
             self.unfinished = None
         self.loaded, self.new_epoch = None, True
-        self.reading, self.given_up, this.reading = None, reading, None
+        self.reading, self.spent, this.reading = None, reading, None
 
     def _settle(self) -> None:
         """Ask the source for the next epoch's detail, once: to find its state, it may have to be read past its end."""
-        reading = self.given_up
+        reading = self.spent
         if reading is None or reading.closed or reading.settled:
             return
         reading.settled = True
@@ -502,7 +502,7 @@ class Progress:
                 this.phase = Phase.ENDED
                 return
             body.before_begin(self.name)
-        if self.given_up is not None:
+        if self.spent is not None:
             self.finish()
         if self.new_epoch and (self.has_begun or self.is_at_end):
             if not self.has_ended and self.reading is not None:
@@ -583,7 +583,7 @@ class Progress:
                 self.finish()
                 return False
             self._settle()
-            self.given_up = None
+            self.spent = None
             reading.close()
             return True
         before = sum(each == epoch - 1 for _, each, _, _ in self.history)
@@ -634,7 +634,7 @@ class Progress:
         if not (place.at_end or (unexpected and not self.adapter.can_seek)):
             # Less than a global batch is left. The epoch ends where it does on a rank that was given its last batch.
             world = self.setting.world()
-            size = self.adapter.size(self.setting.seed(world), place.epoch, world, place.known_detail)
+            size = self.adapter.size(self.setting.seed(world), place.epoch, world, self.here().detail)
             if self.failed:
                 self._warn_of_failed(place.epoch, place.position, place.position if size is None else size)
             following = self.place_at(place.epoch + 1, 0)
