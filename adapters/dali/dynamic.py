@@ -226,22 +226,22 @@ class _DynamicSession(Session):
             self._adapter.ended(whole)
         return batch
 
-    def mark(self) -> str:
+    def bookmark(self) -> str:
         """The reader's state."""
         return self._run.detail if self._batches is None else self._adapter.now()
 
-    def detail(self, mark: str | None) -> str:
-        """The reader's state, if `mark` was called then."""
-        if mark is None:
+    def detail(self, bookmark: str | None) -> str:
+        """The reader's state, if `bookmark` was called then."""
+        if bookmark is None:
             raise StateError(
                 "the reader only has its current state, not that of earlier batches: save when no batch is in flight, "
                 "or pass remember=, the number of batches in flight, to midepoch.wrap"
             )
-        return mark
+        return bookmark
 
     def next_epoch_detail(self) -> str:
         """The reader's state at the epoch's end."""
-        return self.mark()
+        return self.bookmark()
 
     def close(self) -> None:
         """Leave the reader where it stands."""

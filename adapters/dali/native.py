@@ -495,7 +495,7 @@ class _LiveIterator:
 class _NativeSession(Session):
     """Takes DALI's checkpoints before each batch, which costs about 0.1 ms and 300 bytes."""
 
-    marks = True
+    bookmarks = True
 
     def __init__(self, adapter: NativeAdapter, run: Run) -> None:
         self._adapter, self._run = adapter, run
@@ -539,7 +539,7 @@ class _NativeSession(Session):
                 live.place, live.ended = (place[0] + 1, 0), True
         return batch
 
-    def mark(self) -> _Checkpoint | None:
+    def bookmark(self) -> _Checkpoint | None:
         """DALI's checkpoints. At the end of an epoch of unknown length, those from before the end was found."""
         live = self._live
         if live is not None and not self._ended:
@@ -547,13 +547,13 @@ class _NativeSession(Session):
             self._marked = _Checkpoint(live.place, live.ended, shards, tuple(live.iterator.checkpoints()))
         return self._marked
 
-    def detail(self, mark: _Checkpoint | None) -> str:
+    def detail(self, bookmark: _Checkpoint | None) -> str:
         """The checkpoints, and where they were taken."""
-        return self._run.detail if mark is None else mark.text()
+        return self._run.detail if bookmark is None else bookmark.text()
 
     def next_epoch_detail(self) -> str:
         """The checkpoints at the end of the epoch, from which the next one starts."""
-        return self.detail(self.mark())
+        return self.detail(self.bookmark())
 
     def close(self) -> None:
         """Hand the iterator back for the next session."""

@@ -141,7 +141,7 @@ class LitDataAdapter(StatefulAdapter):
                 f"{name} differs: the state was saved with {saved!r}, this StreamingDataset has {here!r}; {cure}"
             )
 
-    def part(self, detail: str, saved_world_size: int, world: World) -> str:
+    def rank_part(self, detail: str, saved_world_size: int, world: World) -> str:
         """Any rank's part: they are equal."""
         return next(iter(parts_in(detail).values()))
 

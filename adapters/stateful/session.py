@@ -115,7 +115,7 @@ class StatefulSession(Session):
     def _second(self) -> Any:
         """The second batch. The state before it is tried, unless somebody has asked for it, and so has had it tried."""
         with contextlib.suppress(Exception):  # whoever asks for the state will be told
-            self.mark()
+            self.bookmark()
         self._is_to_be_tried, self._next = False, self._advance
         if not self._ahead:
             assert self._advance is not None
@@ -164,7 +164,7 @@ class StatefulSession(Session):
                 f"{cure or 'make the source as it was when the state was saved'}"
             ) from error
 
-    def mark(self) -> str:
+    def bookmark(self) -> str:
         """The source's current state."""
         if self._over and self._steps is None:
             return ENDED + self.next_epoch_detail()
@@ -179,14 +179,14 @@ class StatefulSession(Session):
                 self._try()
         return self._asked[1]
 
-    def detail(self, mark: str | None) -> str:
-        """The source's own state, if `mark` was called then. It is not called after each batch."""
-        if mark is None:
+    def detail(self, bookmark: str | None) -> str:
+        """The source's own state, if `bookmark` was called then. It is not called after each batch."""
+        if bookmark is None:
             raise StateError(
                 "the source only has its current state, not that of earlier batches: save when no batch is in flight, "
                 "or pass remember=, the number of batches in flight, to midepoch.wrap"
             )
-        return mark
+        return bookmark
 
     def next_epoch_detail(self) -> str:
         """The source's own state at its end; nothing if iterating it begins an epoch."""

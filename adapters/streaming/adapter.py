@@ -581,7 +581,7 @@ class _StreamingSession(SeeingSession):
             return None
         return stored.compared(seen, self._run.expects)
 
-    def detail(self, mark: Any) -> str:
+    def detail(self, bookmark: Any) -> str:
         """The parameters of the order."""
         return self._detail
 

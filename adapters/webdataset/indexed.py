@@ -205,7 +205,7 @@ def _parse_counted(detail: str) -> tuple[int, int]:
 
 
 class _IndexedSession(SeeingSession):
-    marks = True
+    bookmarks = True
 
     def __init__(
         self,
@@ -260,11 +260,11 @@ class _IndexedSession(SeeingSession):
         """Whether steps were skipped."""
         return self._passed_over > 0
 
-    def mark(self) -> bool:
+    def bookmark(self) -> bool:
         """Empty, but signals that skipped steps may have changed the position."""
         return True
 
-    def detail(self, mark: object) -> str:
+    def detail(self, bookmark: object) -> str:
         """With with_epoch: where the epoch began."""
         return self._details[0]
 

@@ -181,7 +181,7 @@ class StreamedAdapter(Adapter):
 
     # --- states ---
 
-    def part(self, detail: str, saved_world_size: int, world: World) -> str:
+    def rank_part(self, detail: str, saved_world_size: int, world: World) -> str:
         """The cursors of this rank's streams: its own part, or all parts together in another world."""
         if saved_world_size == world.world_size and saved_world_size > 1:
             return part_of(detail, world.rank, world.world_size)
@@ -341,9 +341,9 @@ class _Known:
 
 
 class _StreamedSession(Session):
-    """This rank's batches. A mark holds the cursors of its streams, and which stream is next."""
+    """This rank's batches. A bookmark holds the cursors of its streams, and which stream is next."""
 
-    marks = True
+    bookmarks = True
 
     def __init__(
         self,
@@ -398,13 +398,13 @@ class _StreamedSession(Session):
             self._finish.check(values, self._world)
         return values
 
-    def mark(self) -> Cursors:
+    def bookmark(self) -> Cursors:
         """The cursors of this rank's streams."""
         return Cursors(self._following, self._place.size, dict(self._cursors), self._place.streams)
 
-    def detail(self, mark: Cursors) -> str:
+    def detail(self, bookmark: Cursors) -> str:
         """As text."""
-        return str(mark)
+        return str(bookmark)
 
     def next_epoch_detail(self) -> str:
         """The cursors at which the next epoch continues; one that is a pass begins anew."""

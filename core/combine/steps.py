@@ -16,7 +16,7 @@ from .standings import Standings
 __all__ = ["Mixture", "OneAtATime", "Together"]
 
 
-class _Mark(NamedTuple):
+class _Bookmark(NamedTuple):
     """Where a combination stood: its step, the batches ever taken of each part, and bits of `Standings`."""
 
     step: int
@@ -104,25 +104,25 @@ class Mixture:
 
         return advance
 
-    def mark(self, step: int) -> _Mark:
+    def bookmark(self, step: int) -> _Bookmark:
         """Where the parts stand now."""
         leaving = sum(1 << number for number in self.leaving) if self.leaving else 0
-        return _Mark(step, tuple([part.taken for part in self.parts]), self.ended, leaving)
+        return _Bookmark(step, tuple([part.taken for part in self.parts]), self.ended, leaving)
 
-    def standings(self, epoch: int, mark: _Mark) -> Standings:
-        """The parts' places at a mark. Raises StateError if a part does not know it any more."""
+    def standings(self, epoch: int, bookmark: _Bookmark) -> Standings:
+        """The parts' places at a bookmark. Raises StateError if a part does not know it any more."""
         states = []
-        for number, (part, taken) in enumerate(zip(self.parts, mark.taken, strict=True)):
+        for number, (part, taken) in enumerate(zip(self.parts, bookmark.taken, strict=True)):
             since = part.taken - taken
             kept = None if since else self.leaving.get(number)
             states.append(part.state(since) if kept is None else kept)
-        return Standings((epoch, mark.step), self._bases, mark.ended, mark.leaving, states)
+        return Standings((epoch, bookmark.step), self._bases, bookmark.ended, bookmark.leaving, states)
 
 
 class _CombinedSession(Session):
     """A session that hands out the steps of a mixture."""
 
-    marks = True
+    bookmarks = True
 
     def __init__(self, mixture: Mixture, run: Run) -> None:
         self._mixture, self._epoch, self._step = mixture, run.epoch, run.position
@@ -132,13 +132,13 @@ class _CombinedSession(Session):
         self._ended[number] = True
         self._mixture.ended |= 1 << number
 
-    def mark(self) -> _Mark:
+    def bookmark(self) -> _Bookmark:
         """Where the parts stand."""
-        return self._mixture.mark(self._step)
+        return self._mixture.bookmark(self._step)
 
-    def detail(self, mark: _Mark) -> str:
-        """The parts' states at the mark."""
-        return self._mixture.standings(self._epoch, mark).as_text()
+    def detail(self, bookmark: _Bookmark) -> str:
+        """The parts' states at the bookmark."""
+        return self._mixture.standings(self._epoch, bookmark).as_text()
 
     def next_epoch_detail(self) -> str:
         """The parts at the beginning of the next epoch."""

@@ -183,10 +183,11 @@ class Session:
     Attributes:
         take: returns the next batch; raises StopIteration at the end, each time it is called. Every batch passes
             here, so `take` may be an attribute that holds an iterator's own ``__next__``.
-        marks: the loader calls `mark` before each batch. Set it where `detail` is neither constant nor computed.
+        bookmarks: the loader calls `bookmark` before each batch. Set it where `detail` is neither constant nor
+            computed.
         position_correction: to the position that follows from the number of batches. Only reading tells it: it is
-            positive after steps that had no batch, negative after a short last global batch. Only sessions with `marks`
-            use it.
+            positive after steps that had no batch, negative after a short last global batch. Only sessions with
+            `bookmarks` use it.
         others_go_on: in an epoch of unknown length, this rank has no batches left but another rank has.
         varies: the session may end before all batches of its share.
         raises: the source's own error, which follows the session's batches in place of its end.
@@ -195,7 +196,7 @@ class Session:
 
     take: Callable[[], Any]
     seen: WitnessReport | None = None
-    marks: bool = False
+    bookmarks: bool = False
     position_correction: int = 0
     others_go_on: bool = False
 
@@ -209,16 +210,18 @@ class Session:
         """None for most."""
         return None
 
-    def mark(self) -> Any:
-        """A snapshot of the current position, in any form that `detail` accepts. Takes microseconds if `marks` is set.
+    def bookmark(self) -> Any:
+        """A snapshot of the current position, in any form that `detail` accepts.
+
+        It takes microseconds if `bookmarks` is set.
 
         Raises:
             StateError: the source cannot say.
         """
         return None
 
-    def detail(self, mark: Any) -> str:
-        """The adapter's own part of a state at `mark`, which is None at the session's beginning.
+    def detail(self, bookmark: Any) -> str:
+        """The adapter's own part of a state at `bookmark`, which is None at the session's beginning.
 
         May be called after `close`.
 
@@ -539,7 +542,7 @@ class Adapter(ABC):
         """
         return ""
 
-    def part(self, detail: str, saved_world_size: int, world: World) -> str:
+    def rank_part(self, detail: str, saved_world_size: int, world: World) -> str:
         """This rank's part of a saved detail. Called only if the state is not the same on every rank.
 
         Raises:

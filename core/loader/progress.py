@@ -324,15 +324,15 @@ class Progress:
             session = self._then.around(session, run, adapter)
         if before is None:
             before = Place(place.epoch, place.position, detail)
-        marks = self.options.remember > 0 and not adapter.remembers
+        bookmarks = self.options.remember > 0 and not adapter.remembers
         self.reading = Reading(
-            session, run, adapter.units_per_step(world), before, marks, resumed=self.loaded is not None
+            session, run, adapter.units_per_step(world), before, bookmarks, resumed=self.loaded is not None
         )
         self.setting.settle(seed, world)
         return True
 
-    def suspend(self, mark: Any = None) -> None:
-        """Close the open session, and keep its place. `mark`: taken before a batch that failed."""
+    def suspend(self, bookmark: Any = None) -> None:
+        """Close the open session, and keep its place. `bookmark`: taken before a batch that failed."""
         here = self.epoch, self.position
         self._settle()
         self._close(self.spent)
@@ -341,7 +341,7 @@ class Progress:
             return
         self.place = Place(*here)  # all there is if the source cannot say more
         try:
-            self.place = reading.place(mark)
+            self.place = reading.place(bookmark)
         except SourceError:
             raise
         except Exception as error:  # noqa: BLE001  # a source that cannot say its state is read all the same
@@ -373,7 +373,7 @@ class Progress:
             raise StopIteration
         reading = self.reading
         assert reading is not None  # `open` has made it
-        mark = reading.session.mark() if reading.steps else None
+        bookmark = reading.session.bookmark() if reading.steps else None
         try:
             batch = reading.take()
             if not reading.steps:
@@ -381,9 +381,9 @@ class Progress:
         except StopIteration:
             raise
         except BaseException:
-            self.suspend(mark)
+            self.suspend(bookmark)
             raise
-        reading.peeked.append((batch, mark))
+        reading.peeked.append((batch, bookmark))
         if latest is not None:
             latest.reading = None
         return batch
@@ -431,12 +431,12 @@ class Progress:
                 raise StopIteration
             reading = self.reading
             assert reading is not None  # `open` has made it
-            mark = None
+            bookmark = None
             try:
                 if reading.peeked:
-                    batch, mark = reading.peeked.pop()
+                    batch, bookmark = reading.peeked.pop()
                 else:
-                    mark = reading.mark()
+                    bookmark = reading.bookmark()
                     batch = reading.take()
                     if not reading.steps:
                         self._witnesses.see(reading)
@@ -445,14 +445,14 @@ class Progress:
                     raise
                 continue
             except BaseException as error:
-                self.source_failed(this, reading, error, mark)
+                self.source_failed(this, reading, error, bookmark)
                 raise
             break
         self.loaded, self.new_epoch, self.fresh, self.ends_early = None, True, False, False
         if self.failed:
             self._warn_of_failed(reading.run.epoch, reading.before.position, reading.run.position)
         this.reading = reading
-        reading.count(self.history, mark)
+        reading.count(self.history, bookmark)
         if self.body is not None and this.interval is not None:
             self.body.take(this.interval)
         if reading.steps == reading.last_step:
@@ -545,11 +545,11 @@ class Progress:
 
     # --- the end of the source, and its errors ---
 
-    def source_failed(self, this: Pass, reading: Reading, error: BaseException, mark: Any) -> None:
+    def source_failed(self, this: Pass, reading: Reading, error: BaseException, bookmark: Any) -> None:
         """Handle an error that will be raised: the loader stays after the last good batch."""
         if reading is not self.reading:
             return
-        self.suspend(mark)
+        self.suspend(bookmark)
         this.reading = None
         if error is reading.session.raises:  # it ends the pass, as in a plain one
             self.new_epoch = True
@@ -764,16 +764,16 @@ class Pass:
         progress, reading = self._progress, self.reading
         if reading is None or reading is not progress.reading:
             return progress.next_batch(self)
-        mark = reading.mark() if reading.marks else None
+        bookmark = reading.bookmark() if reading.bookmarks else None
         try:
             batch = reading.take()
         except StopIteration:
             progress.source_ended(self, reading)
             raise
         except BaseException as error:
-            progress.source_failed(self, reading, error, mark)
+            progress.source_failed(self, reading, error, bookmark)
             raise
-        reading.count(progress.history, mark)
+        reading.count(progress.history, bookmark)
         if self.interval is not None and progress.body is not None:
             progress.body.take(self.interval)
         if reading.steps == reading.last_step:

@@ -27,14 +27,14 @@ class Reading:
         position: the place's, after these batches.
         last_step: the step that ends the epoch on all ranks; None if unknown.
         share: this rank's batches in the session; None if only reading tells how large they are.
-        peeked: at most one entry: the batch that `peek` returned, and the session's mark from before it.
-        marks: the session is asked for a mark before each batch.
+        peeked: at most one entry: the batch that `peek` returned, and the session's bookmark from before it.
+        bookmarks: the session is asked for a bookmark before each batch.
         settled: the session has been asked for the next epoch's detail.
         closed: the session is.
     """
 
     def __init__(
-        self, session: Session, run: Run, global_batch: int, before: Place, marks: bool, resumed: bool
+        self, session: Session, run: Run, global_batch: int, before: Place, bookmarks: bool, resumed: bool
     ) -> None:
         share = run.share
         self.session, self.take, self.run, self.before, self.resumed = session, session.take, run, before, resumed
@@ -43,10 +43,10 @@ class Reading:
         self.last_step = None if share is None else share.global_steps
         self.share = None if session.varies else share
         self.peeked: list[tuple[Any, Any]] = []
-        self.marks = session.marks or marks
+        self.bookmarks = session.bookmarks or bookmarks
         self._global_batch = global_batch
         self._micro = share if isinstance(share, MicroShare) else None  # if several batches make a global one
-        self._corrects = self.marks or self._micro is not None
+        self._corrects = self.bookmarks or self._micro is not None
 
     @property
     def within(self) -> bool:
@@ -60,14 +60,14 @@ class Reading:
         known = share is not None and not self.session.position_correction and not self.session.varies
         return share.steps - self.steps if known and share is not None else None
 
-    def mark(self) -> Any:
-        """The session's mark, if it must be asked for one before each batch."""
-        return self.session.mark() if self.marks and self.steps else None
+    def bookmark(self) -> Any:
+        """The session's bookmark, if it must be asked for one before each batch."""
+        return self.session.bookmark() if self.bookmarks and self.steps else None
 
-    def count(self, history: History, mark: Any) -> None:
-        """Count a batch that was handed out. `mark`: the session's mark from before it."""
+    def count(self, history: History, bookmark: Any) -> None:
+        """Count a batch that was handed out. `bookmark`: the session's bookmark from before it."""
         if self.steps:
-            history.append((self.session, self.run.epoch, self.position, mark))
+            history.append((self.session, self.run.epoch, self.position, bookmark))
         else:
             history.append((None, self.run.epoch, self.position, self.before.detail))
             self.position = self.run.position
@@ -83,17 +83,17 @@ class Reading:
         moved = self.steps * self._global_batch if self._micro is None else self._micro.moved(self.steps)
         self.position = self.run.position + moved + self.session.position_correction
 
-    def place(self, mark: Any = None) -> Place:
-        """Where it is. `mark`: taken before a batch that failed.
+    def place(self, bookmark: Any = None) -> Place:
+        """Where it is. `bookmark`: taken before a batch that failed.
 
         Raises:
             StateError: the source cannot say.
         """
         if not self.steps:
             return self.before
-        if mark is None:
-            mark = self.peeked[0][1] if self.peeked else self.session.mark()
-        return Place(self.run.epoch, self.position, self.session.detail(mark))
+        if bookmark is None:
+            bookmark = self.peeked[0][1] if self.peeked else self.session.bookmark()
+        return Place(self.run.epoch, self.position, self.session.detail(bookmark))
 
     def close(self) -> None:
         """Close the session."""
@@ -104,7 +104,7 @@ class Reading:
 
 
 History = deque[tuple[Session | None, int, int, Any]]
-"""The places before the latest batches: (session, epoch, position, mark), or (None, epoch, position, detail)."""
+"""The places before the latest batches: (session, epoch, position, bookmark), or (None, epoch, position, detail)."""
 
 
 def new_history(batches: int = MOST_IN_FLIGHT) -> History:
@@ -125,5 +125,5 @@ def place_before(history: History, batches: int) -> Place:
             f"in_flight={batches}, but only {len(history)} batches have been handed out since the start or the last "
             "load: pass the number of batches that were taken and not yet trained on"
         )
-    session, epoch, position, mark = history[-batches]
-    return Place(epoch, position, mark if session is None else session.detail(mark))
+    session, epoch, position, bookmark = history[-batches]
+    return Place(epoch, position, bookmark if session is None else session.detail(bookmark))

@@ -112,7 +112,7 @@ class States:
         if adapter.seals_detail:
             detail = parts.unseal_detail(state, adapter.rank_independent)
         if detail and not adapter.rank_independent:
-            detail = adapter.part(detail, state["world_size"], world)
+            detail = adapter.rank_part(detail, state["world_size"], world)
         # Only a body of `epochs` saves the end of an epoch; otherwise the state is that of the next one's beginning.
         over = bool(state["size"] and state["position"] == state["size"])
         return Place(state["epoch"], state["position"], str(detail), over)

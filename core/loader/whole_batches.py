@@ -59,7 +59,7 @@ class _WholeBatches(Session):
     """
 
     def __init__(self, then: Then, inner: Session, run: Run, adapter: Adapter) -> None:
-        self.marks = inner.marks
+        self.bookmarks = inner.bookmarks
         self._then, self._function, self._streams = then, then.function, then.streams
         self._inner, self._take = inner, inner.take
         self._run, self._adapter = run, adapter
@@ -103,17 +103,17 @@ class _WholeBatches(Session):
         """The inner session's."""
         return self._inner.raises
 
-    def mark(self) -> Any:
-        """The inner session and its mark."""
+    def bookmark(self) -> Any:
+        """The inner session and its bookmark."""
         if self._failed and not self._adapter.remembers:
             raise StateError(
                 "then= failed for a batch, and the source's state is already past it: load an older state to continue"
             )
-        return self._inner, self._inner.mark()
+        return self._inner, self._inner.bookmark()
 
-    def detail(self, mark: Any) -> str:
+    def detail(self, bookmark: Any) -> str:
         """The inner session's."""
-        inner, own = (self._inner, None) if mark is None else mark
+        inner, own = (self._inner, None) if bookmark is None else bookmark
         return str(inner.detail(own))
 
     def next_epoch_detail(self) -> str:
@@ -136,7 +136,9 @@ class _WholeBatches(Session):
             return result
         if not made:
             streams.begin_pass(rest=derive_key(Purpose.REST, self._run.seed, self._run.epoch))
-        mark, correction = inner.mark() if self._rereads and self.marks and made else None, inner.position_correction
+        bookmark, correction = None, inner.position_correction
+        if self._rereads and self.bookmarks and made:
+            bookmark = inner.bookmark()
         batch = self._take()
         at = self._run.position + made * self._global_batch + self._correction_before + correction
         if self._micro is not None:
@@ -145,7 +147,7 @@ class _WholeBatches(Session):
         if trial is not None:
             trial.keep(batch)
         if self._rereads:
-            again = functools.partial(self._read_again, at, mark)
+            again = functools.partial(self._read_again, at, bookmark)
             result = streams.read(functools.partial(self._made_of, batch, at), again)
         else:
             with streams as start:
@@ -185,13 +187,13 @@ class _WholeBatches(Session):
         if isinstance(error, StopIteration):
             raise SourceError("then= raised StopIteration: return a result, or raise another error") from error
 
-    def _read_again(self, at: int, mark: Any) -> Callable[[Callable[[int], None] | None], Any]:
+    def _read_again(self, at: int, bookmark: Any) -> Callable[[Callable[[int], None] | None], Any]:
         """What makes the result for the batch at position `at` once more, with the batch from a new inner session.
 
-        `mark`: the inner session's from before this batch.
+        `bookmark`: the inner session's from before this batch.
         """
         run, adapter, inner = self._run, self._adapter, self._inner
-        detail = inner.detail(mark) if self._made else run.detail
+        detail = inner.detail(bookmark) if self._made else run.detail
         self._seen, self._failed = self.seen, False
         self._correction_before = at - run.position - self._made * self._global_batch
         inner.close()

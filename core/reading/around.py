@@ -234,15 +234,16 @@ class _FeedLoader(Feed):
 class _AroundSession(Session):
     """A session of the object's batches.
 
-    Where the session inside has marks, that from before each batch is kept until the object has handed it out.
+    Where the session inside has bookmarks, that from before each batch is kept until the object has handed it out.
     """
 
     def __init__(self, around: Around, inner: Session, run: Run, adapter: Adapter) -> None:
         self._around, self._inner, self._run = around, inner, run
-        # An error behind the last batch changes how many batches are expected, of which only marks tell.
-        self.marks = inner.marks or adapter.remembers
-        self._keeps = inner.marks or not adapter.remembers
-        self._kept: dict[int, tuple[Any, int]] = {}  # by a batch's number: mark and position_correction from before it
+        # An error behind the last batch changes how many batches are expected, of which only bookmarks tell.
+        self.bookmarks = inner.bookmarks or adapter.remembers
+        self._keeps = inner.bookmarks or not adapter.remembers
+        # By a batch's number: the bookmark and position_correction from before it.
+        self._kept: dict[int, tuple[Any, int]] = {}
         self._steps = None if run.share is None else run.share.steps
         self._micro = run.share if isinstance(run.share, MicroShare) else None
         self._key = derive_key(Purpose.WRAPPER, run.seed, run.epoch)
@@ -295,18 +296,18 @@ class _AroundSession(Session):
         if self._handed in self._kept:
             return self._kept[self._handed][1]
         share = self._run.share
-        if self._late is None or self._inner.marks or share is None:
+        if self._late is None or self._inner.bookmarks or share is None:
             return self._inner.position_correction
         moved = self._handed * self._global_batch if self._micro is None else self._micro.moved(self._handed)
         return min(0, share.size - self._run.position - moved)  # by which the last batch was short
 
-    def mark(self) -> Any:
+    def bookmark(self) -> Any:
         """The inner session's, before the batch that is to be handed out."""
-        return self._kept[self._handed][0] if self._handed in self._kept else self._inner.mark()
+        return self._kept[self._handed][0] if self._handed in self._kept else self._inner.bookmark()
 
-    def detail(self, mark: Any) -> str:
+    def detail(self, bookmark: Any) -> str:
         """The inner session's."""
-        return self._inner.detail(mark)
+        return self._inner.detail(bookmark)
 
     def next_epoch_detail(self) -> str:
         """The inner session's."""
@@ -338,7 +339,7 @@ class _AroundSession(Session):
         self._watch()
         if self._handed == self._steps and not self._inner.varies:
             self._end = self._see_end()
-            if self._end is self._broken or (self._late is not None and not self.marks):
+            if self._end is self._broken or (self._late is not None and not self.bookmarks):
                 raise self._end
         return batch
 
@@ -383,7 +384,7 @@ class _AroundSession(Session):
         if self._ready or self._inside_ended or self._error is not None:
             return
         if self._keeps:
-            self._kept[self._asked] = self._inner.mark() if self._asked else None, self._inner.position_correction
+            self._kept[self._asked] = self._inner.bookmark() if self._asked else None, self._inner.position_correction
         try:
             self._ready.append(self._inner.take())
         except StopIteration:
@@ -427,7 +428,7 @@ class _AroundSession(Session):
         ahead = self._asked - self._handed
         if self._ahead is None:
             self._ahead = ahead
-            self._keeps = self._inner.marks or (self._keeps and ahead > 0)
+            self._keeps = self._inner.bookmarks or (self._keeps and ahead > 0)
         if ahead != self._ahead:
             self._fetch()  # it may know by their number that there are no more
         at_end = self._inside_ended or self._error is not None

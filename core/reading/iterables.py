@@ -543,7 +543,7 @@ class _DrivenSession(Session):
         self.take = answers.__next__
         self._close, self._detail = close, detail
 
-    def detail(self, mark: Any) -> str:
+    def detail(self, bookmark: Any) -> str:
         """The draws of a sample, and the CRC of the lists."""
         return self._detail
 
@@ -553,9 +553,9 @@ class _DrivenSession(Session):
 
 
 class _AloneSession(_DrivenSession):
-    """A session whose mark is whether a sample has deviated."""
+    """A session whose bookmark is whether a sample has deviated."""
 
-    marks = True
+    bookmarks = True
 
     def __init__(self, answers: Iterator[Any], close: Callable[[], None], detail: str, reader: AloneReader) -> None:
         super().__init__(answers, close, detail)
@@ -578,13 +578,13 @@ class _AloneSession(_DrivenSession):
         """Samples by which the last batch was short."""
         return -self._reader.missing
 
-    def mark(self) -> bool:
+    def bookmark(self) -> bool:
         """Whether a sample has deviated."""
         return self._reader.varies
 
-    def detail(self, mark: bool | None) -> str:
+    def detail(self, bookmark: bool | None) -> str:
         """That the epoch can only be replayed from now on, or what leads to a jump."""
-        return _VARIES if mark else self._detail
+        return _VARIES if bookmark else self._detail
 
     def next_epoch_detail(self) -> str:
         """The same, for the next epoch's beginning."""
@@ -592,9 +592,9 @@ class _AloneSession(_DrivenSession):
 
 
 class _ReplaySession(Session):
-    """A session whose mark is the chain up to the last unit."""
+    """A session whose bookmark is the chain up to the last unit."""
 
-    marks = True
+    bookmarks = True
 
     def __init__(
         self, answers: Iterator[Any], close: Callable[[], None], learn: Callable[[Found], None], varies: bool,
@@ -610,13 +610,13 @@ class _ReplaySession(Session):
             self._learn(answer.found)
         return answer
 
-    def mark(self) -> str:
+    def bookmark(self) -> str:
         """The chain up to the last unit."""
         return self._chain
 
-    def detail(self, mark: str) -> str:
+    def detail(self, bookmark: str) -> str:
         """The number of workers, and the chain."""
-        return self._prefix + mark
+        return self._prefix + bookmark
 
     def close(self) -> None:
         self._answers = iter(())

@@ -70,7 +70,7 @@ class IteratorSession(SeeingSession):
         """The sampler's own, if it ended by one."""
         return self._error
 
-    def detail(self, mark: Any) -> str:
+    def detail(self, bookmark: Any) -> str:
         """The same throughout the epoch."""
         return self._detail
 

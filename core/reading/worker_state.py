@@ -326,7 +326,7 @@ class WorkerStateAdapter(Adapter):
 
 
 class _Session(Session):
-    marks = True
+    bookmarks = True
 
     def __init__(
         self,
@@ -361,17 +361,17 @@ class _Session(Session):
             return answer.batch
         raise StopIteration
 
-    def mark(self) -> tuple[int, tuple[_Position, ...], str]:
+    def bookmark(self) -> tuple[int, tuple[_Position, ...], str]:
         """Where the workers stand; and why a state cannot be saved there."""
         return self._next, tuple(self._positions), next(filter(None, self._unknown), "")
 
-    def detail(self, mark: tuple[int, tuple[_Position, ...], str] | None) -> str:
+    def detail(self, bookmark: tuple[int, tuple[_Position, ...], str] | None) -> str:
         """The same as text.
 
         Raises:
             StateError: a dataset did not say its state.
         """
-        first, positions, unknown = self.mark() if mark is None else mark
+        first, positions, unknown = self.bookmark() if bookmark is None else bookmark
         if unknown:
             raise StateError(unknown)
         return json.dumps((first, positions), separators=(",", ":"))
