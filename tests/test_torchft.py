@@ -16,7 +16,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -534,14 +534,15 @@ def test_a_quorum_with_the_number_of_the_former_one_leaves_nobody_out(managers: 
     made: list[Manager] = []
     voted: list[tuple[int, float]] = []
     last = [sys.maxsize]  # step
+    running: list[Future[None]] = []
 
     def wait(voters: int, votes: int) -> None:
-        until = time.monotonic() + 300
-        while voted.count((voters, 1.0)) < votes and time.monotonic() < until:
+        while voted.count((voters, 1.0)) < votes and not any(each.done() for each in running):
             time.sleep(0.01)
 
     def train(manager: Manager, batches: Feed) -> None:
-        each = iter(batches)
+        # Epoch after epoch: the first group may see many before the second one has come.
+        each = itertools.chain.from_iterable(itertools.repeat(batches))
         while manager.current_step() < last[0]:
             next(each)
             gradient = torch.ones(1)
@@ -551,14 +552,13 @@ def test_a_quorum_with_the_number_of_the_former_one_leaves_nobody_out(managers: 
         manager.shutdown(wait=False)
 
     with ThreadPoolExecutor(3) as pool:
-        running = []
         for name in ("first", "second", "third"):
             made.append(managers(name, use_async_quorum=asynchronous))
             if name != "third":
                 made[-1]._client = Mistaken(made[-1], lambda quorum: len(quorum.replica_ids) == 3)
             else:
                 wait(2, 4)
-            running.append(pool.submit(train, made[-1], feed(made[-1], wrapped(4000))))
+            running.append(pool.submit(train, made[-1], feed(made[-1], wrapped(400))))
         wait(3, 6)
         last[0] = max(manager.current_step() for manager in made) + 2
         for each in running:
