@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from midepoch.attributes import directly_held
 from midepoch.errors import UnsupportedSourceError, warn
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import Sequential
 from midepoch.reading.around import loaders_in
@@ -29,8 +29,7 @@ class SequenceAdapter(Adapter):
     """A list or tuple of batches, or a map-style dataset by itself: its items in order."""
 
     name: ClassVar[str] = "sequence"
-    unit = "batch"
-    reads_any_span = True
+    facts = Facts("batch", reads_any_span=True)
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)

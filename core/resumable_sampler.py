@@ -8,7 +8,7 @@ from dataclasses import replace
 from operator import length_hint
 from typing import Any, ClassVar, cast
 
-from .loader.adapter import Adapter, Options, Run, Session
+from .loader.adapter import Adapter, Facts, Options, Run, Session
 from .loader.capabilities import Capabilities, Capability
 from .loader.loader import Loader
 from .order import MAXIMUM_SIZE, Endless, Order, Sequential, Shuffled
@@ -136,7 +136,7 @@ class IndexAdapter(Adapter):
 
     def __init__(self, source: ResumableSampler, options: Options, batch_size: int) -> None:
         super().__init__(source, options)
-        self.batch_size = batch_size
+        self.facts = Facts(batch_size=batch_size)
         self._order = source.order
 
     @classmethod

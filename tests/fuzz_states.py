@@ -245,7 +245,7 @@ class Reference:
         self._epochs: dict[tuple[int, int], list[Any]] = {}
         self._spare: Any = None
         loader = target.make()
-        self._step = int(getattr(getattr(loader, "_adapter", None), "batch_size", 1))
+        self._step = loader._adapter.facts.batch_size if isinstance(loader, midepoch.Loader) else 1
         for number in range(epochs + 1):  # one more than there are states of, since the last of them lead there
             states, batches = [loader.state_dict()], []
             for batch in loader:

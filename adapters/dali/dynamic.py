@@ -17,7 +17,7 @@ from midepoch.adapters.dali import private
 from midepoch.adapters.dali.graph import crc_of_data, material, short
 from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.state.codec import decode, encode
 from midepoch.state.format import PIECES
@@ -56,10 +56,8 @@ class DynamicAdapter(Adapter):
     """A partial of a dynamic reader's `next_epoch`. The unit is one process's batch."""
 
     name: ClassVar[str] = "dali-dynamic"
-    departs: ClassVar[frozenset[str] | None] = frozenset({"order", "traces"})
-    unit = "batch"
+    facts = Facts("batch", remembers=False, departs=frozenset({"order", "traces"}))
     seals_detail = True
-    remembers = False
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import nvidia.dali
@@ -13,7 +14,7 @@ from midepoch.adapters.dali import private
 from midepoch.adapters.dali.graph import Graph, build, can_be_built, identity, lines_of_ours, settings_of
 from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError, warn
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key
@@ -132,8 +133,7 @@ class NativeAdapter(Adapter):
     """
 
     name: ClassVar[str] = "dali"
-    departs: ClassVar[frozenset[str] | None] = frozenset({"order", "traces"})
-    unit = "batch"
+    facts = Facts("batch", departs=frozenset({"order", "traces"}))
     seals_detail = True  # DALI would crash, hang or read other data
     needs_detail = True
 
@@ -164,7 +164,7 @@ class NativeAdapter(Adapter):
             )
         self._check_callbacks()
         if pipelines[0].seed is not None:
-            self.seed = pipelines[0].seed % (1 << 64)
+            self.facts = replace(self.facts, seed=pipelines[0].seed % (1 << 64))
 
     @classmethod
     def recognises(cls, source: object) -> bool:

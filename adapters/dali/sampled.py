@@ -11,7 +11,7 @@ from midepoch.adapters.dali.graph import Graph
 from midepoch.adapters.dali.native import first_line
 from midepoch.errors import MidepochError, SourceError, UnsupportedSourceError
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Options, Run, Session, WitnessReport
+from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session, WitnessReport
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.reading.sessions import WitnessRequest
 from midepoch.reading.stored import seen_as_stored
@@ -24,7 +24,6 @@ class SampledAdapter(Adapter):
     """A DALIGenericIterator or a related class, over one pipeline that midepoch.adapters.dali.readers feeds."""
 
     name: ClassVar[str] = "dali-sampled"
-    departs: ClassVar[frozenset[str] | None] = None
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -58,9 +57,13 @@ class SampledAdapter(Adapter):
         private.refuse_own_code(source)
         self._stream = _Stream(source, feed)
         self._data, self._order = feed.data, feed.order
-        self.batch_size, self.drop_last, self.world = pipeline.max_batch_size, feed.drop_last, feed.world
-        if pipeline.seed is not None:
-            self.seed = pipeline.seed % (1 << 64)
+        self.facts = Facts(
+            batch_size=pipeline.max_batch_size,
+            drop_last=feed.drop_last,
+            seed=None if pipeline.seed is None else pipeline.seed % (1 << 64),
+            world=feed.world,
+            departs=None,
+        )
 
     def _check_graph(self, pipeline: Any, feed: Feed) -> None:
         readers = [reader.name for reader in self._graph.readers]

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from midepoch.errors import StateCorruptError, StateMismatchError, UnsupportedSourceError, warn
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.lending import LENDS
 from midepoch.order import MAXIMUM_SIZE, Endless
@@ -57,7 +57,6 @@ class MapDataLoaderAdapter(Adapter):
     """A DataLoader over a map-style dataset."""
 
     name: ClassVar[str] = "dataloader"
-    reads_any_span = True
 
     def __init__(self, source: DataLoader[Any], options: Options) -> None:
         super().__init__(source, options)
@@ -83,14 +82,14 @@ class MapDataLoaderAdapter(Adapter):
         # torch lets nobody put another batch sampler into a DataLoader; what is in it may be replaced.
         batch_sampler = source.batch_sampler
         self._listed_batches = batch_sampler is not None and type(batch_sampler) is not BatchSampler
-        self.unit = "batch" if self._listed_batches else "sample"
         self._parts = self._parts_now()
         self._spec = self._interpret(self._parts)
         self._held = list(getattr(self._parts.sampler, "__dict__", {}).values())
+        seed = self._spec.seed
+        if seed is None and isinstance(source.generator, torch.Generator):
+            seed = source.generator.initial_seed() % (1 << 64)
+        self.facts = Facts("batch" if self._listed_batches else "sample", seed=seed, reads_any_span=True)
         self._take_over()
-        self.seed = self._spec.seed
-        if self.seed is None and isinstance(source.generator, torch.Generator):
-            self.seed = source.generator.initial_seed() % (1 << 64)
         self._reader = self._make_reader()
         self._server = Server(source, options)
         self._opened: int | None = None  # the epoch that was opened last, unless the loader was led elsewhere since
@@ -112,8 +111,11 @@ class MapDataLoaderAdapter(Adapter):
         return spec
 
     def _take_over(self) -> None:
-        spec, (_, self.batch_size, self.drop_last, self._length) = self._spec, self._parts
-        self._order, self.tail, self.world = spec.order, spec.tail, spec.world
+        spec, parts = self._spec, self._parts
+        self._order, self._length = spec.order, parts.length
+        self.facts = replace(
+            self.facts, batch_size=parts.batch_size, drop_last=parts.drop_last, tail=spec.tail, world=spec.world
+        )
         if isinstance(self._order, MaterializedOrder):
             self._order.dataset, self._order.in_workers = self.source.dataset, self.source.num_workers > 0
 
@@ -342,7 +344,7 @@ class MapDataLoaderAdapter(Adapter):
         world_size, share = run.world.world_size, run.share
         assert share is not None  # open's
         position, size = run.position // world_size, share.size // world_size
-        alone = Share(size, position, self.batch_size, World(), share.tail, self.drop_last)
+        alone = Share(size, position, self.facts.batch_size, World(), share.tail, self.facts.drop_last)
         return replace(run, position=position, share=alone, seed=derive_key(run.seed, run.world.rank), world=World())
 
     def close(self) -> None:

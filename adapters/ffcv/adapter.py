@@ -18,7 +18,7 @@ from midepoch.adapters.ffcv.pipeline import StepGraph, build_graph, chains, draw
 from midepoch.adapters.ffcv.private import FROM_THE_FILE, check_loader, parts
 from midepoch.errors import SourceError, UnsupportedSourceError
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Options, Run, Session, WitnessReport
+from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session, WitnessReport
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
 from midepoch.order.keys import derive_key, derive_keys, extend_key
@@ -84,7 +84,6 @@ class FFCVAdapter(Adapter):
     """A Loader of FFCV 1.0.2."""
 
     name: ClassVar[str] = "ffcv"
-    departs: ClassVar[frozenset[str] | None] = frozenset({"order", "traces"})
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -97,10 +96,14 @@ class FFCVAdapter(Adapter):
         self._file = identity_of(source.fname)
         self._content = beton.describe(source.reader)
         self._order = _order_of(source)
-        self.batch_size, self.drop_last = source.batch_size, source.drop_last
-        self.seed = source.seed % (1 << 64)
-        # With these arguments FFCV itself needs the same seed on every rank. Otherwise it may have drawn one.
-        self.seed_is_shared = source.distributed and isinstance(source.traversal_order, parts().Random)
+        self.facts = Facts(
+            batch_size=source.batch_size,
+            drop_last=source.drop_last,
+            seed=source.seed % (1 << 64),
+            # With these arguments FFCV itself needs the same seed on every rank. Otherwise it may have drawn one.
+            seed_is_shared=source.distributed and isinstance(source.traversal_order, parts().Random),
+            departs=frozenset({"order", "traces"}),
+        )
         self._kinds = {kind_in_use(operation) for operation in self._operations()}
         self._mixes = "mix" in self._kinds
         self._draws = any(map(draws, self._operations()))
@@ -125,7 +128,7 @@ class FFCVAdapter(Adapter):
     def describe(self) -> dict[str, str]:
         """The order and the file. With mixup also the batch size, because mixing depends on it."""
         described = {"order": self._order.describe(), "file": self._content}
-        return described if not self._mixes else {**described, "mixed in batches of": str(self.batch_size)}
+        return described if not self._mixes else {**described, "mixed in batches of": str(self.facts.batch_size)}
 
     def capabilities(self) -> Capabilities:
         """All yes; not elastic if the pipeline mixes samples."""

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.session import ENDED, StatefulSession
 from midepoch.errors import StateCorruptError, StateError, UnsupportedSourceError, warn
-from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key
@@ -53,9 +53,8 @@ class StatefulAdapter(Adapter):
     """
 
     name: ClassVar[str] = "stateful"
-    unit = "batch"
+    facts = Facts("batch", remembers=False)
     seals_detail = True
-    remembers = False
     rewinds: bool = False  # iterating the source starts an epoch, whatever others have read from it
     how_to_divide: ClassVar[str] = "Give each rank its own part"
 

@@ -12,7 +12,7 @@ from midepoch.adapters.stateful.adapter import StatefulAdapter, is_of
 from midepoch.adapters.stateful.packages import RESTORED_BY_GRAIN
 from midepoch.errors import StateMismatchError, UnsupportedSourceError, warn
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import MAXIMUM_SIZE
 from midepoch.state.parts import parts_in
@@ -25,12 +25,12 @@ class ElasticGrainAdapter(Adapter):
     """Grain's ElasticIterator. Its state is a position: the number of samples that all ranks have received."""
 
     name: ClassVar[str] = "grain-elastic"
-    departs: ClassVar[frozenset[str] | None] = frozenset({"order", "ranks"})
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self._global_batch, self._shard, samples = private.elastic_parts(source)
-        self.batch_size, self.drop_last = self._global_batch // self._shard[1], True
+        departs = frozenset({"order", "ranks"})
+        self.facts = Facts("sample", self._global_batch // self._shard[1], drop_last=True, departs=departs)
         self._size = None if samples > MAXIMUM_SIZE else samples  # one that repeats itself for ever has no end
         if options.shard:
             raise UnsupportedSourceError("shard=True: an ElasticIterator divides its data itself; leave shard out")

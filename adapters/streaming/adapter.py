@@ -23,7 +23,7 @@ from midepoch.adapters.streaming import private
 from midepoch.adapters.streaming.stored import Stored
 from midepoch.errors import MidepochError, SourceError, StateCorruptError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Options, Run, Session, WitnessReport
+from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session, WitnessReport
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key, extend_key
@@ -66,7 +66,6 @@ class StreamingAdapter(Adapter):
     """A DataLoader over a StreamingDataset: Streaming's own loader or torch's."""
 
     name: ClassVar[str] = "streaming"
-    departs: ClassVar[frozenset[str] | None] = frozenset({"order", "ranks", "traces"})
     seals_detail = True
     needs_detail = True
 
@@ -87,8 +86,8 @@ class StreamingAdapter(Adapter):
                 f"batch_size is {dataset.batch_size} for the StreamingDataset and {source.batch_size} for its loader: "
                 "pass the same number to both, since Streaming's order depends on it"
             )
-        self.batch_size, self.drop_last = source.batch_size, source.drop_last
-        self.seed = dataset.shuffle_seed
+        departs = frozenset({"order", "ranks", "traces"})
+        self.facts = Facts("sample", source.batch_size, source.drop_last, seed=dataset.shuffle_seed, departs=departs)
         self._opening = Streams()
         self._stored = None if options.verify == "off" or not options.streams else Stored(dataset)
         self._reads, self._draws = _CheckedPass(dataset, self._stored), _KeyedPass(dataset, self._stored)

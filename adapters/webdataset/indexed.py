@@ -13,7 +13,7 @@ from midepoch.adapters.webdataset.indexed_reader import IndexedReader, IndexedRe
 from midepoch.adapters.webdataset.pipeline import Pipeline
 from midepoch.errors import SourceError, StateCorruptError
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities
 from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key
@@ -42,9 +42,7 @@ class IndexedAdapter(Adapter):
         self._order = order_of(pipeline, index.counts)
         if index.size and not self._order.size:
             raise SourceError("no shard with a weight above 0 has samples: check the weights and the shards")
-        self.batch_size = pipeline.batch_size or 1
-        self.drop_last = pipeline.drop_last
-        self.seed = pipeline.seed
+        self.facts = Facts(batch_size=pipeline.batch_size or 1, drop_last=pipeline.drop_last, seed=pipeline.seed)
         self._limit = pipeline.limit
         # An epoch ends where with_epoch says, so the state must say where it began.
         self._counted = self._limit is not None and self._limit.units is not None
@@ -153,7 +151,7 @@ class IndexedAdapter(Adapter):
         share = run.share
         if share is None:
             size = self._order.size * _ENDLESS_PASSES
-            share = Share(size, run.position, self.batch_size, run.world, run.tail, self.drop_last)
+            share = Share(size, run.position, self.facts.batch_size, run.world, run.tail, self.facts.drop_last)
         base = self._base(run.epoch, run.world, run.detail)
         if self._counted:
             self._opened = (run.epoch, share.size)

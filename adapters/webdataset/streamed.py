@@ -24,7 +24,7 @@ from midepoch.adapters.webdataset.stream_reader import StreamBatch, StreamedRead
 from midepoch.adapters.webdataset.streams import Cursor, Cursors, Layout, parse_cursors
 from midepoch.errors import StateCorruptError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
 from midepoch.loader.witnesses import Verify, tell_of_another
@@ -46,8 +46,6 @@ class StreamedAdapter(Adapter):
     """A pipeline over shards that can only be read from their start. The unit is a batch."""
 
     name: ClassVar[str] = "webdataset-streams"
-    departs: ClassVar[frozenset[str] | None] = frozenset({"order", "tail"})  # each stream batches by itself
-    unit = "batch"
     seals_detail = True
 
     def __init__(self, source: Any, options: Options, pipeline: Pipeline, keys: Keys, reason: str) -> None:
@@ -63,7 +61,8 @@ class StreamedAdapter(Adapter):
         self._usual = (1,) if leaves_out else _STREAMS
         self._layout = layout._replace(streams=stated or next(n for n in self._usual if n <= max(1, layout.places)))
         self._streams = self._layout.streams  # of the open session, or of the last one
-        self.seed = pipeline.seed
+        # Each stream batches by itself.
+        self.facts = Facts("batch", seed=pipeline.seed, departs=frozenset({"order", "tail"}))
         self.needs_detail = pipeline.limit is not None or not self._is_stated
         whole = not pipeline.late_sample_stages
         if pipeline.limit is not None and pipeline.limit.passes is not None:

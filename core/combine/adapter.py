@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 from ..errors import MidepochError, StateCorruptError, StateError, UnsupportedSourceError
-from ..loader.adapter import Adapter, Options, Run, Session
+from ..loader.adapter import Adapter, Facts, Options, Run, Session
 from ..loader.capabilities import Capabilities, Capability
 from ..loader.loader import Loader
 from ..loader.part import Part
@@ -42,7 +42,6 @@ class CombinedAdapter(Adapter):
     """Several loaders as one source. Its unit is a step of all ranks."""
 
     name: ClassVar[str] = "combined"
-    unit = "batch"
     seals_detail = True
     needs_detail = True
 
@@ -57,7 +56,7 @@ class CombinedAdapter(Adapter):
                     "wrap it without, and accumulate over the combination's batches"
                 )
             part.wait_for_others()
-        self.remembers = all(part.remembers for part in self.parts)
+        self.facts = Facts("batch", remembers=all(part.remembers for part in self.parts))
         self.mode: Mode = options.settings["mode"]
         self.until: Until = options.settings["until"]
         self.steps: int | None = options.settings["steps"]

@@ -23,7 +23,7 @@ from ..world import MicroShare, Share, Tail, World, check_tail
 from .capabilities import Capabilities, Capability, with_then
 from .place import Place
 
-__all__ = ["MOST_IN_FLIGHT", "Adapter", "Around", "Options", "Run", "Samples", "Session", "WitnessReport"]
+__all__ = ["MOST_IN_FLIGHT", "Adapter", "Around", "Facts", "Options", "Run", "Samples", "Session", "WitnessReport"]
 
 MOST_IN_FLIGHT = 1024  # batches that were handed out and not trained on
 
@@ -129,6 +129,37 @@ class Run:
     looks: int = 0
     expects: Witness | None = None
     session: int = field(default_factory=functools.partial(random.SystemRandom().getrandbits, 62))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is fixed about a source, or stated by it.
+
+    Attributes:
+        unit: what positions count: samples, or whole batches if these have no constant size.
+        batch_size: units in one batch of one rank; 1 if the unit is a batch.
+        drop_last: the source leaves out a last batch that is not full.
+        tail, seed, world: as the source itself states them (in a DistributedSampler, a generator), or None.
+        seed_is_shared: False if each process's source may have drawn a `seed` of its own. With several ranks the user
+            must then state one.
+        remembers: a session still knows its detail of earlier batches, as `in_flight` needs.
+        reads_any_span: a session follows `Share.span` step by step, whatever spans it gives, as ``global_batch=`` asks.
+        departs: what an undisturbed epoch may have in another way than the source by itself, besides drawn numbers:
+            the "order" of its samples if that is drawn; the "tail", where batches that are not full lie; the "ranks"
+            that get a sample; the "traces" that its package leaves in it. The law `transparent` compares all else.
+            None: it cannot be read by itself.
+    """
+
+    unit: Literal["sample", "batch"] = "sample"
+    batch_size: int = 1
+    drop_last: bool = False
+    tail: Tail | None = None
+    seed: int | None = None
+    seed_is_shared: bool = True
+    world: World | None = None
+    remembers: bool = True
+    reads_any_span: bool = False
+    departs: frozenset[str] | None = frozenset({"order"})
 
 
 @dataclass(frozen=True)
@@ -262,44 +293,24 @@ class Adapter(ABC):
 
     Attributes:
         name: appears in states and messages. Never change it once states have it.
-        unit: what positions count: samples, or whole batches if these have no constant size.
-        batch_size: units in one batch of one rank; 1 if the unit is a batch.
-        drop_last: the source leaves out a last batch that is not full.
-        tail, seed, world: as the source itself states them (in a DistributedSampler, a generator), or None.
-        seed_is_shared: False if each process's source may have drawn a `seed` of its own. With several ranks the user
-            must then state one.
-        remembers: a session still knows its detail of earlier batches, as `in_flight` needs.
+        facts: what is fixed about the source, or stated by it. They may change between epochs.
         seals_detail: the detail contains a position of its own. A checksum ties it to the state's position, so that a
             state whose position was edited by hand is refused, and does not continue where the detail leads.
         needs_detail: `detail_at` needs the detail of the place it starts from, not only epoch and position.
         settings: names of the keywords of `wrap` that only this adapter has; it checks their values itself.
         redescribed: how often `describe` has begun to give something else.
         around: what passes the source's batches on; None if they are handed out as they are. Set by `wrap`.
-        reads_any_span: a session follows `Share.span` step by step, whatever spans it gives, as ``global_batch=`` asks.
-        departs: what an undisturbed epoch may have in another way than the source by itself, besides drawn numbers:
-            the "order" of its samples if that is drawn; the "tail", where batches that are not full lie; the "ranks"
-            that get a sample; the "traces" that its package leaves in it. The law `transparent` compares all else.
-            None: it cannot be read by itself.
     """
 
     name: ClassVar[str]
     settings: ClassVar[frozenset[str]] = frozenset()
-    unit: Literal["sample", "batch"] = "sample"
-    seed_is_shared: bool = True
+    facts: Facts = Facts()
     seals_detail: bool = False
-    remembers: bool = True
     needs_detail: bool = False
-    reads_any_span: bool = False
-    departs: ClassVar[frozenset[str] | None] = frozenset({"order"})
 
     def __init__(self, source: Any, options: Options) -> None:
         self.source = source
         self.options = options
-        self.batch_size = 1
-        self.drop_last = False
-        self.tail: Tail | None = None
-        self.seed: int | None = None
-        self.world: World | None = None
         self.redescribed = 0
         self.around: Around | None = None
         self._broken: tuple[str, bool] | None = None
@@ -332,9 +343,10 @@ class Adapter(ABC):
 
     def _share_of(self, size: int, position: int, world: World) -> Share:
         start, world, together = min(position, size), self.sharing(world), self.options.global_batch
+        facts = self.facts
         if together is None:
-            return Share(size, start, self.batch_size, world, self.tail_in_use, self.drop_last)
-        return MicroShare(size, start, self.batch_size, world, "uneven", self.drop_last, together)
+            return Share(size, start, facts.batch_size, world, self.tail_in_use, facts.drop_last)
+        return MicroShare(size, start, facts.batch_size, world, "uneven", facts.drop_last, together)
 
     def stated_length(self) -> int | None:
         """Batches of an epoch on this rank as the source itself says, where `size` is unknown; None if it says nothing.
@@ -366,13 +378,13 @@ class Adapter(ABC):
         """
         if self.options.global_batch is not None:
             return "uneven"
-        return self.options.tail or self.tail or "pad"
+        return self.options.tail or self.facts.tail or "pad"
 
     def units_per_step(self, world: World) -> int:
         """Units by which the position moves when each rank receives a batch: with ``global_batch=``, all of one."""
         if self.options.global_batch is not None:
             return self.options.global_batch
-        return self.batch_size * self.sharing(world).world_size
+        return self.facts.batch_size * self.sharing(world).world_size
 
     def sharing(self, world: World) -> World:
         """The processes that receive different data: `world`, unless the source gives some ranks the same data."""

@@ -74,7 +74,7 @@ class Loader:
                 "the batch after a bad one cannot be reached: leave on_error out, and let the source pass over bad "
                 "samples"
             )
-        if options.global_batch is not None and not adapter.reads_any_span:
+        if options.global_batch is not None and not adapter.facts.reads_any_span:
             raise UnsupportedSourceError(
                 f"global_batch={options.global_batch}: the batches of a {adapter.name} source cannot be cut to parts "
                 "of a global batch: use a source that can be indexed, or leave global_batch out and accumulate whole "
@@ -120,7 +120,7 @@ class Loader:
     @property
     def unit(self) -> Literal["sample", "batch"]:
         """What positions count."""
-        return self._adapter.unit
+        return self._adapter.facts.unit
 
     @property
     def global_batch(self) -> int | None:
@@ -456,9 +456,10 @@ class Loader:
                 f"each rank knows only its own part of this source ({adapter.promises.rank_independent.reason}): save "
                 "midepoch.gather(loader), and load it on all ranks of the new world"
             )
-        if adapter.world is not None:
+        by_source = adapter.facts.world
+        if by_source is not None:
             raise UnsupportedSourceError(
-                f"the source's sampler is for rank {adapter.world.rank} of {adapter.world.world_size}: make it for one "
+                f"the source's sampler is for rank {by_source.rank} of {by_source.world_size}: make it for one "
                 "process (num_replicas=1, rank=0), and let midepoch shard"
             )
         adapter.check_reshard(world)

@@ -35,7 +35,7 @@ class Part:
     @property
     def remembers(self) -> bool:
         """Whether it still knows its state of some batches ago, as `in_flight` needs."""
-        return self.loader._adapter.remembers
+        return self.loader._adapter.facts.remembers
 
     def wait_for_others(self) -> None:
         """Give a batch that failed again, unless the user states otherwise, and stay at the end of an epoch."""
@@ -56,7 +56,7 @@ class Part:
     @property
     def departs(self) -> frozenset[str] | None:
         """As of its adapter."""
-        return self.loader._adapter.departs
+        return self.loader._adapter.facts.departs
 
     @property
     def stated_world(self) -> World | None:
@@ -71,7 +71,7 @@ class Part:
     @property
     def batch_size(self) -> int:
         """Units in a batch of one rank."""
-        return self.loader._adapter.batch_size
+        return self.loader._adapter.facts.batch_size
 
     @property
     def global_batch(self) -> int | None:

@@ -118,7 +118,7 @@ class Progress:
         self.__setstate__(other.__getstate__() | own)
 
     def _new_history(self) -> History:
-        remembered = 0 if self.adapter.remembers else self.options.remember
+        remembered = 0 if self.adapter.facts.remembers else self.options.remember
         return new_history(remembered) if remembered else new_history()
 
     # --- where it is ---
@@ -324,7 +324,7 @@ class Progress:
             session = self._then.around(session, run, adapter)
         if before is None:
             before = Place(place.epoch, place.position, detail)
-        bookmarks = self.options.remember > 0 and not adapter.remembers
+        bookmarks = self.options.remember > 0 and not adapter.facts.remembers
         self.reading = Reading(
             session, run, adapter.units_per_step(world), before, bookmarks, resumed=self.loaded is not None
         )
@@ -587,7 +587,7 @@ class Progress:
             reading.close()
             return True
         before = sum(each == epoch - 1 for _, each, _, _ in self.history)
-        if reading.position == 0 and before and not self.adapter.drop_last:  # which may have left out all of it
+        if reading.position == 0 and before and not self.adapter.facts.drop_last:  # which may have left out all of it
             self.suspend()
             self._end(this)
             raise SourceError(

@@ -25,8 +25,8 @@ class Setting:
         self._adapter, self._options = adapter, options
         # Read, never consumed; used in a single process if no seed is given.
         self._process_seed = process_seed()
-        self._seed = options.seed if options.seed is not None else adapter.seed
-        self._seed_is_private = options.seed is None and not adapter.seed_is_shared
+        self._seed = options.seed if options.seed is not None else adapter.facts.seed
+        self._seed_is_private = options.seed is None and not adapter.facts.seed_is_shared
         self.resharded: World | None = None
         self.last: World | None = None
         self._mesh_checked = False
@@ -59,7 +59,7 @@ class Setting:
             )
         if last is None and not self._mesh_checked and world.world_size > 1:
             self._mesh_checked = True
-            if self._options.world is None and self._adapter.world is None:
+            if self._options.world is None and self._adapter.facts.world is None:
                 warn_of_mesh()
         return world
 
@@ -71,7 +71,7 @@ class Setting:
         """The world as it is now."""
         if self.resharded is not None:
             return self.resharded
-        stated, by_source = self._options.world, self._adapter.world
+        stated, by_source = self._options.world, self._adapter.facts.world
         if stated is None and by_source is None:
             return World.current()
         world = stated if stated is not None else World.current()

@@ -46,7 +46,7 @@ class States:
             "seed": seed,
             "size": place.position if place.at_end else self._size(seed, place.epoch, world, detail),
             "world_size": world.world_size,
-            "batch_size": adapter.batch_size,
+            "batch_size": adapter.facts.batch_size,
             "fingerprint": self._fingerprint,
         }
         own = not adapter.rank_independent
@@ -96,7 +96,7 @@ class States:
                 _mismatch("the size", f"position {place.position}", size, "use an undamaged state")
             size = None
         if checked["size"] != size and not (size is None and (place.at_end or adapter.size_is_its_readers)):
-            by, units = adapter.sized_by, "samples" if adapter.unit == "sample" else "batches"
+            by, units = adapter.sized_by, "samples" if adapter.facts.unit == "sample" else "batches"
             if by == "data":
                 _mismatch("the size", checked["size"], size, "use the same data, or start over with this data")
             cure = f"this is another {by}, or its data has changed: use the saved one, or start over with this one"

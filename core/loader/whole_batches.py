@@ -65,11 +65,12 @@ class _WholeBatches(Session):
         self._run, self._adapter = run, adapter
         self._micro = run.share if isinstance(run.share, MicroShare) else None
         # In the middle of a global batch no session can be opened.
-        jumps = adapter.remembers and adapter.stated_promises.constant_time_resume.holds
+        jumps = adapter.facts.remembers and adapter.stated_promises.constant_time_resume.holds
         self._rereads = jumps and self._micro is None
         self._key = derive_key(Purpose.WHOLE, run.seed, run.epoch)
         self._global_batch = adapter.units_per_step(run.world)
-        self._offset = adapter.sharing(run.world).rank * adapter.batch_size  # of this rank's part of a global batch
+        # Of this rank's part of a global batch.
+        self._offset = adapter.sharing(run.world).rank * adapter.facts.batch_size
         self._keys: dict[int, int] = {}  # by position
         self._made = 0
         self._correction_before = 0  # of the sessions before `inner`
@@ -105,7 +106,7 @@ class _WholeBatches(Session):
 
     def bookmark(self) -> Any:
         """The inner session and its bookmark."""
-        if self._failed and not self._adapter.remembers:
+        if self._failed and not self._adapter.facts.remembers:
             raise StateError(
                 "then= failed for a batch, and the source's state is already past it: load an older state to continue"
             )

@@ -240,15 +240,16 @@ class _AroundSession(Session):
     def __init__(self, around: Around, inner: Session, run: Run, adapter: Adapter) -> None:
         self._around, self._inner, self._run = around, inner, run
         # An error behind the last batch changes how many batches are expected, of which only bookmarks tell.
-        self.bookmarks = inner.bookmarks or adapter.remembers
-        self._keeps = inner.bookmarks or not adapter.remembers
+        self.bookmarks = inner.bookmarks or adapter.facts.remembers
+        self._keeps = inner.bookmarks or not adapter.facts.remembers
         # By a batch's number: the bookmark and position_correction from before it.
         self._kept: dict[int, tuple[Any, int]] = {}
         self._steps = None if run.share is None else run.share.steps
         self._micro = run.share if isinstance(run.share, MicroShare) else None
         self._key = derive_key(Purpose.WRAPPER, run.seed, run.epoch)
         self._global_batch = adapter.units_per_step(run.world)
-        self._offset = adapter.sharing(run.world).rank * adapter.batch_size  # of this rank's part of a global batch
+        # Of this rank's part of a global batch.
+        self._offset = adapter.sharing(run.world).rank * adapter.facts.batch_size
         self._feed = _FeedLoader(self._ask, self._begin, around.inside, self._steps)
         self._places = around.stand_ins(self._feed)
         self._asked = self._handed = self._begun = 0

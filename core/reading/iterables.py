@@ -19,7 +19,7 @@ from ..errors import (
     warn,
 )
 from ..loader import promises
-from ..loader.adapter import Adapter, Options, Run, Session
+from ..loader.adapter import Adapter, Facts, Options, Run, Session
 from ..loader.capabilities import Capabilities, Capability
 from ..loader.place import Place
 from ..order import MAXIMUM_SIZE
@@ -76,11 +76,13 @@ class IterableAdapter(Adapter):
         super().__init__(source, options)
         self._stream, self._workers, self._collate = stream, workers, collate
         self._samples_in_batch = batch_size
-        self.unit = "sample" if collate is not None and options.shard is not False else "batch"
-        self.drop_last = drop_last
         self._own_streams = options.shard is False
         # Each process's own stream may have batches of any size, so batches are counted.
-        self.batch_size = 1 if self._own_streams or batch_size is None else batch_size
+        self.facts = Facts(
+            "sample" if collate is not None and not self._own_streams else "batch",
+            1 if self._own_streams or batch_size is None else batch_size,
+            drop_last,
+        )
         self._readers: dict[str, Any] = {}
         self._may_drive = options.shard is None and not why
         self._why = ""
@@ -127,9 +129,13 @@ class IterableAdapter(Adapter):
             self.learned()
 
     def _adopt(self, spec: SamplerSpec) -> None:
-        self.seed = spec.seed if self.seed is None else self.seed
-        self.tail = spec.tail if self.tail is None else self.tail
-        self.world = spec.world if self.world is None else self.world
+        known = self.facts
+        self.facts = replace(
+            known,
+            seed=spec.seed if known.seed is None else known.seed,
+            tail=spec.tail if known.tail is None else known.tail,
+            world=spec.world if known.world is None else known.world,
+        )
 
     def _require_shard(self, among: str) -> None:
         if self.options.shard is None:
@@ -348,7 +354,7 @@ class IterableAdapter(Adapter):
         """The reader of all samples in this process, which counts the draws, too."""
         reader = self._readers.get("alone")
         if reader is None or reader.varies:
-            arguments = self._samples_in_batch or 1, self.drop_last, self._deviated, *self._arguments(driven)
+            arguments = self._samples_in_batch or 1, self.facts.drop_last, self._deviated, *self._arguments(driven)
             reader = self._readers["alone"] = AloneReader(*arguments)
         return reader
 
@@ -404,7 +410,7 @@ class IterableAdapter(Adapter):
                 self._samples_in_batch or 1,
                 self._collate,
                 self._samples_in_batch is None,
-                self.drop_last,
+                self.facts.drop_last,
                 not self._own_streams,
                 self.options.streams,
             )

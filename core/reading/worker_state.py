@@ -26,7 +26,7 @@ from ..errors import (
     warn,
 )
 from ..loader import promises
-from ..loader.adapter import Adapter, Options, Run, Session
+from ..loader.adapter import Adapter, Facts, Options, Run, Session
 from ..loader.capabilities import Capabilities, Capability
 from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
@@ -214,7 +214,7 @@ class WorkerStateAdapter(Adapter):
         options: as given to `wrap`.
     """
 
-    unit = "batch"
+    facts = Facts("batch")
     seals_detail = True
 
     def __init__(self, source: Any, options: Options) -> None:

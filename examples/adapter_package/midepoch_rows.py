@@ -8,7 +8,7 @@ import numpy as np
 
 from midepoch import Capabilities
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Options, Run, Session
+from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
 from midepoch.order import Shuffled
 from midepoch.reading.indexed import map_requests, unchanged
 from midepoch.reading.sessions import IteratorSession
@@ -32,7 +32,7 @@ class RowsAdapter(Adapter):
 
     def __init__(self, source: Rows, options: Options) -> None:
         super().__init__(source, options)
-        self.batch_size = source.batch_size
+        self.facts = Facts(batch_size=source.batch_size)
 
     @classmethod
     def recognises(cls, source: object) -> bool:
