@@ -30,8 +30,9 @@ from reference_loader import BareLoader, PartialLoader, ReferenceLoader, Replayi
 from midepoch import StateError, StateMismatchError
 from midepoch.testing import LAWS, LawError, Report, ResumableTests, check_resumable, digest
 from midepoch.testing.examine import Examination
-from midepoch.testing.items import first_difference, identify, leaves, samples
+from midepoch.testing.items import first_difference, leaves
 from midepoch.testing.laws import examine_law
+from midepoch.testing.naming import Naming, split
 from midepoch.testing.pool import Call, ProcessError, ProcessPool, shared_pool
 from midepoch.testing.record import Settings
 
@@ -658,15 +659,15 @@ def test_a_difference_far_back_is_told() -> None:
     ids=str,
 )
 def test_the_default_identity(batch: Any, ids: list[Any]) -> None:
-    assert identify(batch) == ids
+    assert Naming()(batch) == ids
 
 
 def test_batches_are_split_into_samples() -> None:
     x, y = torch.arange(6.0).reshape(3, 2), torch.arange(3)
     for batch in ((x, y), [x, y], {"x": x, "y": y}, x, [(x[0], 1), (x[1], 2), (x[2], 3)], ["a", "b", "c"]):
-        split = samples(batch, 3)
-        assert split is not None
-        assert len(set(split)) == 3
-        assert samples(batch, 4) is None
-    assert samples((x, y), 3) == samples((x.clone(), y.clone()), 3)
-    assert samples(None, 1) is None
+        parts = split(batch, 3)
+        assert parts is not None
+        assert len(set(parts)) == 3
+        assert split(batch, 4) is None
+    assert split((x, y), 3) == split((x.clone(), y.clone()), 3)
+    assert split(None, 1) is None

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import tempfile
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from . import items
+from . import items, record
 from .naming import UNNAMED, Column, Naming, View, choose, with_contents
 from .pool import Call, ProcessError, ProcessPool, shared_pool
-from .record import (
-    OPTIONS,
-    Failure,
-    Finding,
-    Recording,
-    Seen,
-    Settings,
-    Trial,
-    experiment,
-    in_group,
-    read_capabilities,
-    read_views,
-    record_many,
-)
+from .record import Failure, Finding, Recording, Seen, Settings, Trial
 from .report import InapplicableError, LawError
 
 __all__ = ["Examination", "Resume"]
 
-Result = TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., Any])
+Place = tuple[int, int]
+"""An epoch, and the batches taken of it."""
+
+
+def _once(method: Method) -> Method:
+    """Keep what a method of `Examination` returns, for each choice of arguments: several laws use the same runs."""
+
+    @functools.wraps(method)
+    def kept(self: Examination, *asked: Any, **named: Any) -> Any:
+        key = (method.__name__, *asked, *sorted(named.items()))
+        if key not in self._memory:
+            self._memory[key] = method(self, *asked, **named)
+        return self._memory[key]
+
+    return cast(Method, kept)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,18 +96,21 @@ class Examination:
 
     def capability(self, name: str, **options: Any) -> tuple[bool | None, str]:
         """(yes or no, reason) as a loader with these options declares it; (None, ...) if it declares nothing."""
-        declared = self._once(
-            ("capabilities", *sorted(options.items())),
-            lambda: self.run([(0, read_capabilities, (self.settings, self.options(**options)))])[0],
-        )
+        declared = self._declared(**options)
         return (None, "the loader declares no capabilities") if declared is None else declared[name]
+
+    @_once
+    def _declared(self, **options: Any) -> dict[str, tuple[bool, str]] | None:
+        found: dict[str, tuple[bool, str]] | None
+        (found,) = self.run([(0, record.read_capabilities, (self.settings, self.options(**options)))])
+        return found
 
     # Judging.
 
     @property
     def named(self) -> Settings:
         """The settings, with a function that names samples: the one given, or one derived from batches."""
-        return self.settings if self.settings.identify is not None else self._once("named", self._with_names)
+        return self.settings if self.settings.identify is not None else self._with_names()
 
     @property
     def naming(self) -> Naming | None:
@@ -127,8 +133,9 @@ class Examination:
         self.need_names()
         return True
 
+    @_once
     def _with_names(self) -> Settings:
-        found = self.run([(0, experiment, (read_views, (self.settings, self.options(), 2, ())))])[0]
+        found = self.run([(0, record.experiment, (record.read_views, (self.settings, self.options(), 2, ())))])[0]
         naming: Naming | None = Naming()
         if not isinstance(found, Failure):  # the law itself will fail the same way
             (first, second), paddings, ragged = found
@@ -150,7 +157,8 @@ class Examination:
                 others["batch_size"] = self.default("batch_size") + 1
             variants = [self.options(**{name: value}) for name, value in sorted(others.items())[:1] if value]
         calls = [
-            (rank, experiment, (read_views, (self.settings, each, 1, paddings))) for rank, each in enumerate(variants)
+            (rank, record.experiment, (record.read_views, (self.settings, each, 1, paddings)))
+            for rank, each in enumerate(variants)
         ]
         results = [found[0][0] for found in self.run(calls) if not isinstance(found, Failure)]
         shared: View = {}
@@ -179,32 +187,36 @@ class Examination:
 
     def explained(self, error: LawError) -> LawError:
         """``error``, with a note on how make_loader's parameters were understood, and on the process's seeds."""
-        taken = "; ".join(f"{name} for {OPTIONS[name]}" for name in self._varied)
+        taken = "; ".join(f"{name} for {record.OPTIONS[name]}" for name in self._varied)
         if taken:
             note = (
                 f"The laws used these parameters of make_loader: {taken}. If one means something else, pass options= "
                 "without it"
             )
             error = dataclasses.replace(error, cure=f"{error.cure}. {note}")
-        heads = self._memory.get(("heads", 1, False))
-        if not heads or heads[0].failure is not None:
+        if ("_heads", 1, False) not in self._memory:
             return error
-        trial = self.trial(self.options(), later=True)
         try:
-            other: Recording = self._once("later", lambda: self.record([trial], process=1)[0])
+            head, other = self.observed(), self._under_later_seeds()
         except LawError:
             return error
-        if other.failure is not None or other.passes[0].digests == heads[0].passes[0].digests:
+        if other.failure is not None or other.passes[0].digests == head.passes[0].digests:
             return error
         cause = f"{error.cause}. This loader depends on the global seeds of its process, and a resume has others"
         cure = f"{error.cure}. Keep the seed in the state, and let make_loader make random data with a fixed seed"
         return dataclasses.replace(error, cause=cause, cure=cure)
+
+    @_once
+    def _under_later_seeds(self) -> Recording:
+        return self.record([self.trial(self.options(), later=True)], process=1)[0]
 
     def sound(
         self, recording: Recording, expected: str, *, epoch: int | None = None, batch: int | None = None
     ) -> Recording:
         """Return ``recording`` if the loader did not fail; otherwise raise the law's error."""
         if recording.failure is not None:
+            if epoch is None and recording.passes:
+                epoch, batch = len(recording.passes) - 1, len(recording.passes[-1].batches)
             got = f"{recording.failure}\n{recording.failure.trace}".rstrip()
             raise self.error(expected, got, epoch=epoch, batch=batch)
         return recording
@@ -272,21 +284,21 @@ class Examination:
 
     def record(self, trials: Sequence[Trial], process: int = 0) -> list[Recording]:
         """Run trials one after another in one process."""
-        recordings: list[Recording] = self.run([(process, record_many, (trials,))])[0]
+        recordings: list[Recording] = self.run([(process, record.record_many, (trials,))])[0]
         return recordings
 
     def resume(self, trials: Sequence[Trial]) -> list[Recording]:
         """Run trials in processes other than 0, in parallel. The results keep their order."""
         processes = (1, 2) if self.worlds[-1] > 2 else (1,)
         shares = [trials[number :: len(processes)] for number in range(len(processes))]
-        calls = [(process, record_many, (share,)) for process, share in zip(processes, shares, strict=True) if share]
+        calls = [(process, record.record_many, (share,)) for process, share in zip(processes, shares, strict=True)]
         results: list[Recording] = [Recording()] * len(trials)
         for number, recordings in enumerate(self.run(calls)):
             results[number :: len(processes)] = recordings
         return results
 
     def resume_from(
-        self, head: Recording, places: Sequence[tuple[int, int]], followed: Collection[tuple[int, int]], **options: Any
+        self, head: Recording, places: Sequence[Place], followed: Collection[Place], **options: Any
     ) -> list[Recording]:
         """A resume from each of ``places`` in a run: one pass; for the places in ``followed``, two."""
         longest = 2 * sum(sum(map(len, part.ids)) for part in head.passes) + 1
@@ -304,20 +316,14 @@ class Examination:
 
     def on_ranks(self, world_size: int, trials: Callable[[int], Sequence[Trial]], group: bool) -> list[list[Recording]]:
         """Run ``trials(rank)`` on every rank at once, each in its own process; with ``group``, in a process group."""
-        if not group:
-            calls = [(rank, record_many, (list(trials(rank)),)) for rank in range(world_size)]
-            return self.run(calls)
         with tempfile.TemporaryDirectory(prefix="midepoch-") as folder:
-            meeting = str(Path(folder) / "meeting")
-            grouped: list[tuple[int, Callable[..., Any], tuple[Any, ...]]] = [
-                (rank, in_group, (meeting, rank, world_size, record_many, list(trials(rank))))
-                for rank in range(world_size)
-            ]
-            return self.run(grouped)
+            meeting = str(Path(folder) / "meeting") if group else ""
+            calls = [(rank, record.in_group, (meeting, rank, world_size, trials(rank))) for rank in range(world_size)]
+            return self.run(calls)
 
     def investigate(self, function: Callable[..., Any], *arguments: Any, process: int = 0) -> Any:
         """The result of ``function(settings, *arguments)`` in a process. An exception is the law's error."""
-        (result,) = self.run([(process, experiment, (function, (self.named, *arguments)))])
+        (result,) = self.run([(process, record.experiment, (function, (self.named, *arguments)))])
         if isinstance(result, Failure):
             raise self.error("no exception", f"{result}\n{result.trace}".rstrip())
         return result
@@ -331,18 +337,30 @@ class Examination:
 
     def whole(self) -> Recording:
         """An uninterrupted run in process 0, without asking for states: one epoch more than are cut."""
-        trial = self.trial(self.options(), passes=self.settings.epochs + 1)
-        recording: Recording = self._once("whole", lambda: self.record([trial])[0])
-        self.sound(recording, "an uninterrupted run", **_reached(recording))
+        recording = self.sound(self._whole(), "an uninterrupted run")
         if not recording.passes[0].batches:
             raise ValueError(
                 "make_loader gives a loader without a single batch, so there is nothing to resume; make it larger"
             )
         return recording
 
+    @_once
+    def _whole(self) -> Recording:
+        return self.record([self.trial(self.options(), passes=self.settings.epochs + 1)])[0]
+
     def heads(self, world_size: int = 1) -> list[Recording]:
         """The run of `whole` on each rank of a world, with a state after every batch."""
-        return self._heads(world_size, world_size > 1 and self.gathers())
+        recordings = self._heads(world_size, world_size > 1 and self.gathers())
+        for rank, recording in enumerate(recordings):
+            self.sound(recording, f"an uninterrupted run that asks for states, on rank {rank} of {world_size}")
+        return recordings
+
+    @_once
+    def _heads(self, world_size: int, group: bool) -> list[Recording]:
+        def head(rank: int) -> list[Trial]:
+            return [self.trial(self.options(rank, world_size), passes=self.settings.epochs + 1, states=True)]
+
+        return [recordings[0] for recordings in self.on_ranks(world_size, head, group)]
 
     def gathers(self) -> bool:
         """Whether the ranks' states must be gathered, because each rank declares to know only its part."""
@@ -357,30 +375,9 @@ class Examination:
         declared, _ = self.capability("rank_independent")
         if declared is not None:
             return declared
-        largest = self.worlds[-1]
-        first, *others = [
-            [[items.digest(state) for state in part.states] for part in recording.passes]
-            for recording in self._heads(largest, False)
-        ]
+        heads = [self.sound(each, "an uninterrupted run") for each in self._heads(self.worlds[-1], False)]
+        first, *others = [[[items.digest(each) for each in part.states] for part in head.passes] for head in heads]
         return all(other == first for other in others)
-
-    def _heads(self, world_size: int, group: bool) -> list[Recording]:
-        def run() -> list[Recording]:
-            epochs = self.settings.epochs + 1
-            return [
-                recordings[0]
-                for recordings in self.on_ranks(
-                    world_size,
-                    lambda rank: [self.trial(self.options(rank, world_size), passes=epochs, states=True)],
-                    group,
-                )
-            ]
-
-        recordings: list[Recording] = self._once(("heads", world_size, group), run)
-        for rank, recording in enumerate(recordings):
-            what = f"an uninterrupted run that asks for states, on rank {rank} of {world_size}"
-            self.sound(recording, what, **_reached(recording))
-        return recordings
 
     def interior(self, recording: Recording, epoch: int, *, few: bool = False) -> list[int]:
         """The cuts strictly inside an epoch, in batches taken: all of them, the given ones, or three."""
@@ -390,13 +387,13 @@ class Examination:
             cuts = [cuts[0], cuts[len(cuts) // 2], cuts[-1]]
         return cuts
 
-    def places(self, head: Recording) -> list[tuple[int, int]]:
+    def places(self, head: Recording) -> list[Place]:
         """A few (epoch, cut) inside each epoch."""
         return [(epoch, cut) for epoch in range(self.settings.epochs) for cut in self.interior(head, epoch, few=True)]
 
-    def followed(self, places: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+    def followed(self, places: Sequence[Place]) -> set[Place]:
         """Those of `places` after which the next epoch is checked too: one in each epoch, to save time."""
-        by_epoch: dict[int, list[tuple[int, int]]] = {}
+        by_epoch: dict[int, list[Place]] = {}
         for place in places:
             by_epoch.setdefault(place[0], []).append(place)
         return {cuts[len(cuts) // 2] for cuts in by_epoch.values()}
@@ -404,9 +401,9 @@ class Examination:
     def resume_world(
         self,
         heads: Sequence[Recording],
-        places: Sequence[tuple[int, int]],
+        places: Sequence[Place],
         world_size: int,
-        followed: Collection[tuple[int, int]] = (),
+        followed: Collection[Place] = (),
     ) -> list[list[Recording]]:
         """The resumes on each rank of a new world from ``places`` in the run of an old world.
 
@@ -429,8 +426,9 @@ class Examination:
 
         return self.on_ranks(world_size, trials, group=world_size > 1 and self.gathers())
 
-    def resumed_world(self, world_size: int) -> dict[tuple[int, int], list[Recording]]:
-        """(epoch, cut) -> the rest of that epoch on each rank of a world, from states of a world of the same size.
+    @_once
+    def resumed_world(self, world_size: int) -> dict[Place, list[Recording]]:
+        """Place -> the rest of that epoch on each rank of a world, from states of a world of the same size.
 
         At one place in each epoch, the next epoch too. The places include the ends of epochs if all ranks have equally
         many batches. The calling law judges failures.
@@ -441,24 +439,19 @@ class Examination:
         places = inside + [
             (epoch, count) for epoch, count in ends if all(len(head.passes[epoch].batches) == count for head in heads)
         ]
-
-        def run() -> dict[tuple[int, int], list[Recording]]:
-            ranks = self.resume_world(heads, places, world_size, self.followed(inside))
-            return {place: [recordings[number] for recordings in ranks] for number, place in enumerate(places)}
-
-        recordings: dict[tuple[int, int], list[Recording]] = self._once(("resumed", world_size), run)
-        return recordings
+        ranks = self.resume_world(heads, places, world_size, self.followed(inside))
+        return {place: [recordings[number] for recordings in ranks] for number, place in enumerate(places)}
 
     def head_with(self, option: str, value: int) -> Recording:
         """The run of `observed` with another value of an option, such as the number of workers."""
+        return self.sound(self._head_with(option, value), f"a run with {option}={value}")
 
-        def run() -> Recording:
-            passes = self.settings.epochs + 1
-            return self.record([self.trial(self.options(**{option: value}), passes=passes, states=True)])[0]
+    @_once
+    def _head_with(self, option: str, value: int, process: int = 0) -> Recording:
+        trial = self.trial(self.options(**{option: value}), passes=self.settings.epochs + 1, states=True)
+        return self.record([trial], process)[0]
 
-        recording: Recording = self._once(("head", option, value), run)
-        return self.sound(recording, f"a run with {option}={value}")
-
+    @_once
     def resumes_with_workers(self) -> list[Resume]:
         """A resume at a few places of a run with workers, each with as many; none without workers.
 
@@ -469,10 +462,7 @@ class Examination:
             return []
         head = self.head_with("num_workers", workers)
         places = self.places(head)
-        recordings: list[Recording] = self._once(
-            ("resumed", "workers"),
-            lambda: self.resume_from(head, places, self.followed(places), num_workers=workers),
-        )
+        recordings = self.resume_from(head, places, self.followed(places), num_workers=workers)
         where = f"with num_workers={workers}"
         return [Resume(head, each, *place, True, where) for place, each in zip(places, recordings, strict=True)]
 
@@ -495,10 +485,7 @@ class Examination:
 
     def repeats_with_workers(self) -> bool:
         """Whether two uninterrupted runs with workers agree bit for bit. Examined only if a resume does not."""
-        workers = self.most_workers
-        one = self.head_with("num_workers", workers)
-        trial = self.trial(self.options(num_workers=workers), passes=len(one.passes), states=True)
-        other: Recording = self._once(("head again", workers), lambda: self.record([trial], process=1)[0])
+        one, other = (self._head_with("num_workers", self.most_workers, process) for process in (0, 1))
         return [part.digests for part in one.passes] == [part.digests for part in other.passes]
 
     def need_exact(self) -> None:
@@ -507,8 +494,9 @@ class Examination:
         if declared is False:
             raise InapplicableError(f"exact_order is declared no: {reason}", "not promised")
 
-    def resumed(self) -> dict[tuple[int, int], Recording]:
-        """(epoch, cut) -> the rest of that epoch and the next one, from the states of `observed`.
+    @_once
+    def resumed(self) -> dict[Place, Recording]:
+        """Place -> the rest of that epoch and the next one, from the states of `observed`.
 
         The cuts include 0 and the number of batches. The calling law judges failures.
         """
@@ -518,20 +506,4 @@ class Examination:
             for epoch in range(self.settings.epochs)
             for cut in [0, *self.interior(head, epoch), len(head.passes[epoch].batches)]
         ]
-        results: dict[tuple[int, int], Recording] = self._once(
-            "resumed", lambda: dict(zip(places, self.resume_from(head, places, places), strict=True))
-        )
-        return results
-
-    def _once(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        if key not in self._memory:
-            self._memory[key] = make()
-        result: Result = self._memory[key]
-        return result
-
-
-def _reached(recording: Recording) -> dict[str, int]:
-    """The epoch and the batch that a recording ends before."""
-    if not recording.passes:
-        return {}
-    return {"epoch": len(recording.passes) - 1, "batch": len(recording.passes[-1].batches)}
+        return dict(zip(places, self.resume_from(head, places, places), strict=True))

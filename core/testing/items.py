@@ -9,21 +9,16 @@ import dataclasses
 import hashlib
 import io
 import itertools
-import math
 import pickle
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..state.digest import Part, Unseen, data_of, parts_of
 
-__all__ = [
-    "Leaf", "combine", "digest", "first_difference", "identify", "is_digest", "is_plain", "leaves", "plain", "rows_of",
-    "samples",
-]  # fmt: skip
+__all__ = ["Leaf", "combine", "digest", "first_difference", "is_digest", "leaves"]
 
 _SHOWN_VALUES = 64
 
@@ -89,73 +84,6 @@ def first_difference(expected: Iterable[Leaf], got: Iterable[Leaf]) -> tuple[str
     return "(equal)", "(equal)"
 
 
-def identify(batch: Any) -> list[Hashable]:
-    """Derive the identities of a batch's samples from this batch alone: its first tensor, array or list of scalars.
-
-    A tuple or list gives its first element, a dict its first value. A tensor of rows, such as tokens or images, gives
-    one digest for each row. A batch without such a part counts as one sample, identified by its digest.
-    """
-    if isinstance(batch, np.ndarray) and batch.dtype.kind in "biuf":
-        batch = torch.from_numpy(np.ascontiguousarray(batch))
-    if isinstance(batch, torch.Tensor) and not is_plain(batch):
-        return [digest(row) for row in rows_of(batch)]
-    if isinstance(batch, torch.Tensor):
-        if any(size != 1 for size in batch.shape[1:]):
-            return [digest(row) for row in batch]
-        return [plain(value) for value in batch.detach().reshape(-1).tolist()]
-    if isinstance(batch, (str, int, float)):
-        return [plain(batch)]
-    if isinstance(batch, Mapping) and batch:
-        return identify(next(iter(batch.values())))
-    if isinstance(batch, Sequence) and not isinstance(batch, bytes) and batch:
-        if all(isinstance(element, (str, int, float)) for element in batch):
-            return [plain(element) for element in batch]
-        return identify(batch[0])
-    return [digest(batch)]
-
-
-def plain(value: Hashable) -> Hashable:
-    """A number or text as an identity. NaN gets a text, because it would not equal itself after pickling."""
-    return "nan" if isinstance(value, float) and math.isnan(value) else value
-
-
-def samples(batch: Any, count: int) -> list[str] | None:
-    """The digest of each of the ``count`` samples in ``batch``, or None if it cannot be split into that many.
-
-    Columns (tensors, arrays, lists of ``count`` values, tuples and dicts of such) are split into rows. Any other
-    sequence of ``count`` elements has one element for each sample.
-    """
-    columns = _columns(batch, count)
-    if columns is not None:
-        return [digest([column[index] for column in columns]) for index in range(count)]
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and len(batch) == count:
-        return [digest(element) for element in batch]
-    return None
-
-
-def _columns(batch: Any, count: int) -> list[Any] | None:
-    if isinstance(batch, torch.Tensor) and not is_plain(batch):
-        rows = rows_of(batch)
-        return [rows] if len(rows) == count else None
-    if isinstance(batch, (torch.Tensor, np.ndarray)):
-        return [batch] if batch.ndim > 0 and batch.shape[0] == count else None
-    if isinstance(batch, Mapping):
-        parts: list[Any] = list(batch.values())
-    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        if len(batch) == count and all(isinstance(part, (str, bytes, int, float)) for part in batch):
-            return [batch]
-        parts = list(batch)
-    else:
-        return None
-    columns: list[Any] = []
-    for part in parts:
-        found = _columns(part, count)
-        if found is None:
-            return [batch] if isinstance(batch, Sequence) and len(batch) == count else None
-        columns.extend(found)
-    return columns or None
-
-
 def combine(parts: Iterable[Leaf]) -> str:
     """The `digest` of the item with these leaves."""
     whole = hashlib.blake2b(digest_size=16)
@@ -177,17 +105,6 @@ def _shown(value: Any) -> list[str]:
     if isinstance(value, np.ndarray):
         return [repr(each) for each in value.reshape(-1)[:_SHOWN_VALUES].tolist()]
     return [] if isinstance(value, (list, Unseen)) else [repr(value[:80] if isinstance(value, (str, bytes)) else value)]
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its elements are all stored, one after another: it is not sparse, nested, quantized or without data."""
-    strided = not tensor.is_nested and tensor.layout is torch.strided
-    return strided and not tensor.is_quantized and tensor.device.type != "meta"
-
-
-def rows_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The rows of a tensor that is not plain; of one without dimensions, itself."""
-    return list(tensor.detach().unbind()) if tensor.is_nested or tensor.ndim else [tensor]
 
 
 class _Pickler(pickle.Pickler):

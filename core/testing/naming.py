@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from . import items
 
-__all__ = ["UNNAMED", "Column", "Naming", "View", "choose", "read_columns", "with_contents"]
+__all__ = ["UNNAMED", "Column", "Naming", "View", "choose", "read_columns", "split", "with_contents"]
 
 UNNAMED = "no leaf of the batch names the sample; give identify"
 
@@ -62,9 +63,8 @@ class Naming:
     def __call__(self, batch: Any) -> list[Hashable]:
         """The identities of the batch's samples."""
         found = dict(_columns(batch))
-        named = [_rows(found[column.path], column.padding) for column in self.columns if column.path in found]
-        if not named:
-            return items.identify(batch)
+        columns = [column for column in self.columns if column.path in found] or [Column(next(iter(found)))]
+        named = [_rows(found[column.path], column.padding) for column in columns]
         return named[0] if len(named) == 1 else [items.digest(row) for row in zip(*named, strict=False)]
 
     def samples(self, batch: Any) -> list[str] | None:
@@ -74,6 +74,15 @@ class Naming:
             return None
         parts = [_rows(found[column.path], column.padding) for column in self.contents]
         return [items.digest(row) for row in zip(*parts, strict=False)]
+
+
+def split(batch: Any, count: int) -> list[str] | None:
+    """The digest of each of the ``count`` samples in a batch; None if it is not made of columns of so many rows."""
+    columns = {path: column for path, column in _columns(batch) if path != _ALL}
+    fitting = _outermost([path for path, column in columns.items() if len(column) == count])
+    if not fitting or any(all(path != each and not _related(path, each) for each in fitting) for path in columns):
+        return None
+    return [items.digest(row) for row in zip(*(_rows(columns[path]) for path in fitting), strict=True)]
 
 
 def read_columns(
@@ -135,10 +144,17 @@ def with_contents(naming: Naming, found: Iterable[Column], ragged: Collection[st
             paddings.setdefault(column.path, column)
     fitting = [column.path for column in one if column.padding is None and _fits(one, [names, column])]
     # A sequence with an element that is a column is not a column itself, even if its length is the batch size.
-    fitting = [path for path in fitting if not _is_within(names.path, path)]
-    outermost = [path for path in fitting if not any(_is_within(path, other) for other in fitting)]
+    outermost = _outermost([path for path in fitting if not _is_within(names.path, path)])
     contents = [paddings.get(path, Column(path)) for path in outermost if path in paddings or path not in ragged]
     return dataclasses.replace(naming, contents=tuple(contents))
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    return [path for path in paths if not any(_is_within(path, other) for other in paths)]
+
+
+def _related(path: str, other: str) -> bool:
+    return _is_within(path, other) or _is_within(other, path)
 
 
 def _is_within(path: str, other: str) -> bool:
@@ -193,8 +209,8 @@ def _score(first: View, second: View, columns: Sequence[Column]) -> float:
 
 def _columns(part: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """All parts of a batch that may be columns. For a sequence: itself, or each of its elements if they are columns."""
-    if isinstance(part, torch.Tensor) and not items.is_plain(part):
-        yield path, items.rows_of(part)
+    if isinstance(part, torch.Tensor) and not _is_stored_whole(part):
+        yield path, list(part.detach().unbind()) if part.is_nested or part.ndim else [part]
     elif isinstance(part, (torch.Tensor, np.ndarray)):
         yield path, part if part.ndim else part.reshape(1)
     elif isinstance(part, (str, int, float)):
@@ -219,6 +235,17 @@ def _place(path: str, number: int, part: Sequence[Any]) -> str:
     return f"{path}[{number} of {len(part)}]"
 
 
+def _is_stored_whole(tensor: torch.Tensor) -> bool:
+    """Whether its elements are all stored, one after another: it is not sparse, nested, quantized or without data."""
+    strided = not tensor.is_nested and tensor.layout is torch.strided
+    return strided and not tensor.is_quantized and tensor.device.type != "meta"
+
+
+def _plain(value: Hashable) -> Hashable:
+    """A number or text as a name. NaN gets a text, because it would not equal itself after pickling."""
+    return "nan" if isinstance(value, float) and math.isnan(value) else value
+
+
 def _is_array(column: Any) -> bool:
     return isinstance(column, (torch.Tensor, np.ndarray))
 
@@ -237,10 +264,10 @@ def _is_numeric(column: Any) -> bool:
 def _rows(column: Any, padding: Padding | None = None) -> list[Hashable]:
     if _is_array(column):
         if padding is None and _is_numeric(column) and all(size == 1 for size in column.shape[1:]):
-            return [items.plain(value) for value in column.reshape(-1).tolist()]
+            return [_plain(value) for value in column.reshape(-1).tolist()]
         return [items.digest(_trimmed(row, padding)) for row in column]
     plain = all(isinstance(row, (str, int, float)) for row in column)
-    return [items.plain(row) if plain else items.digest(row) for row in column]
+    return [_plain(row) if plain else items.digest(row) for row in column]
 
 
 def _trimmed(row: Any, padding: Padding | None) -> Any:

@@ -7,6 +7,7 @@ a time limit. A process that dies is named in the error and replaced. All proces
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import logging
 import multiprocessing
@@ -18,10 +19,10 @@ import threading
 import time
 import traceback
 import types
-from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
@@ -61,30 +62,31 @@ class ProcessPool:
     def run(self, calls: Sequence[Call], *, timeout: float) -> list[Any]:
         """The results of ``calls``, in their order. Calls to one process run in sequence, others in parallel.
 
-        ``timeout`` is in seconds for each call. Raises `ProcessError` for the first call that raises, dies or takes
-        longer, and ends the processes that are still working.
+        ``timeout`` is in seconds for each call. Raises `ProcessError` for a call that raises, dies or takes longer, and
+        ends the processes that are still working.
         """
         payloads = [_pack(call) for call in calls]
-        with self._lock:
-            waiting: dict[int, deque[int]] = {}
-            for index, call in enumerate(calls):
-                waiting.setdefault(call.process, deque()).append(index)
-            running: dict[Connection, tuple[int, int, float]] = {}
-            results: list[Any] = [None] * len(calls)
+        results: list[Any] = [None] * len(calls)
+
+        def answer(process: int) -> None:
+            for number, call in enumerate(calls):
+                if call.process == process:
+                    results[number] = self._servers[process].answer(call, payloads[number], timeout)
+
+        processes = sorted({call.process for call in calls})
+        with self._lock, ThreadPoolExecutor(len(processes) or 1) as threads:
+            for process in processes:
+                if process not in self._servers or not self._servers[process].process.is_alive():
+                    self._servers[process] = _Server(process)
+            waiting = {threads.submit(answer, process): process for process in processes}
             try:
-                for process in waiting:
-                    self._start(process)
-                for process in waiting:
-                    self._submit(process, waiting, payloads, running, timeout)
-                while running:
-                    for connection in self._ready(running, calls, timeout):
-                        process, index, _ = running.pop(connection)
-                        results[index] = self._receive(process, connection, calls[index])
-                        self._submit(process, waiting, payloads, running, timeout)
+                for done in as_completed(waiting):
+                    done.result()
             finally:
-                for process, _, _ in running.values():
-                    self._servers.pop(process).kill()
-            return results
+                for future, process in waiting.items():
+                    if not future.done():
+                        self._servers[process].kill()
+        return results
 
     def close(self) -> None:
         """End all processes. The next `run` starts new ones."""
@@ -96,65 +98,6 @@ class ProcessPool:
         for server in servers:
             server.process.join(max(0.0, deadline - time.monotonic()))
             server.kill()
-
-    def _start(self, process: int) -> None:
-        server = self._servers.get(process)
-        if server is not None and not server.process.is_alive():
-            self._servers.pop(process).kill()
-            server = None
-        if server is None:
-            self._servers[process] = _Server()
-
-    def _submit(
-        self,
-        process: int,
-        waiting: dict[int, deque[int]],
-        payloads: Sequence[bytes],
-        running: dict[Connection, tuple[int, int, float]],
-        timeout: float,
-    ) -> None:
-        if not waiting[process]:
-            return
-        server = self._servers[process]
-        index = waiting[process].popleft()
-        limit = timeout if server.answered else timeout + _FIRST_CALL_ALLOWANCE
-        running[server.connection] = (process, index, time.monotonic() + limit)
-        try:
-            server.connection.send_bytes(payloads[index])
-        except OSError:
-            # It died before it was called. Waiting for the answer finds the closed pipe and reports it.
-            return
-
-    def _ready(
-        self, running: dict[Connection, tuple[int, int, float]], calls: Sequence[Call], timeout: float
-    ) -> list[Connection]:
-        deadline = min(limit for _, _, limit in running.values())
-        ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            late = min(running.values(), key=lambda entry: entry[2])
-            name = getattr(calls[late[1]].function, "__name__", "a call")
-            raise ProcessError(
-                f"process {late[0]} did not finish '{name}' within {timeout:.0f} s; the loader hangs or its epoch is "
-                f"endless. Give make_loader a smaller epoch, or raise timeout="
-            )
-        return [connection for connection in ready if isinstance(connection, Connection)]
-
-    def _receive(self, process: int, connection: Connection, call: Call) -> Any:
-        try:
-            succeeded, result, trace = pickle.loads(connection.recv_bytes())
-        except (EOFError, OSError) as error:
-            server = self._servers.pop(process)
-            server.process.join(_GRACE)
-            code = server.process.exitcode
-            server.kill()
-            raise ProcessError(
-                f"process {process} died with exit code {code} in '{getattr(call.function, '__name__', 'a call')}'. "
-                f"If it never started: a script that checks a loader needs `if __name__ == '__main__':` around the call"
-            ) from error
-        self._servers[process].answered = True
-        if not succeeded:
-            raise ProcessError(f"process {process}: {result}", trace)
-        return result
 
 
 _shared: ProcessPool | None = None
@@ -172,27 +115,50 @@ def shared_pool() -> ProcessPool:
 class _Server:
     """One spawned process and the pipe to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.answered = False
+        self._connection, theirs = context.Pipe()
+        self._number = number
+        self._allowance = _FIRST_CALL_ALLOWANCE
         # Not a daemon: daemons must not have children, but loaders start workers.
         arguments = (theirs, _start_method())
         self.process: SpawnProcess = context.Process(target=_serve, args=arguments, daemon=False)
         self.process.start()
         theirs.close()
 
-    def stop(self) -> None:
+    def answer(self, call: Call, payload: bytes, timeout: float) -> Any:
+        """The result of a call. A process that does not give one in time is killed."""
+        name = getattr(call.function, "__name__", "a call")
         try:
-            self.connection.send_bytes(b"")
-        except OSError:
-            return  # it has already ended
+            self._connection.send_bytes(payload)
+            if not self._connection.poll(timeout + self._allowance):
+                self.kill()
+                raise ProcessError(
+                    f"process {self._number} did not finish '{name}' within {timeout:.0f} s; the loader hangs or its "
+                    "epoch is endless. Give make_loader a smaller epoch, or raise timeout="
+                )
+            succeeded, result, trace = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            self.process.join(_GRACE)
+            code = self.process.exitcode
+            self.kill()
+            raise ProcessError(
+                f"process {self._number} died with exit code {code} in '{name}'. "
+                f"If it never started: a script that checks a loader needs `if __name__ == '__main__':` around the call"
+            ) from error
+        self._allowance = 0.0
+        if not succeeded:
+            raise ProcessError(f"process {self._number}: {result}", trace)
+        return result
+
+    def stop(self) -> None:
+        with contextlib.suppress(OSError):  # it has already ended
+            self._connection.send_bytes(b"")
 
     def kill(self) -> None:
         if self.process.is_alive():
             self.process.kill()
         self.process.join(_GRACE)
-        self.connection.close()
 
 
 def _pack(call: Call) -> bytes:

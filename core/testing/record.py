@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,31 +22,11 @@ from . import items, naming
 from .together import by_steps
 
 __all__ = [
-    "CAPABILITIES",
-    "MOST_BATCHES",
-    "OPTIONS",
-    "Failure",
-    "Finding",
-    "Pass",
-    "Recording",
-    "Seen",
-    "Settings",
-    "Trial",
-    "capture_failure",
-    "experiment",
-    "from_midepoch",
-    "in_group",
-    "length_of",
-    "open_loader",
-    "read_capabilities",
-    "read_views",
-    "record",
-    "record_many",
-    "see",
-    "state_of",
-]
+    "CAPABILITIES", "MOST_BATCHES", "OPTIONS", "Failure", "Finding", "Pass", "Recording", "Seen", "Settings", "Trial",
+    "capture_failure", "experiment", "from_midepoch", "in_group", "length_of", "open_loader", "read_capabilities",
+    "read_views", "record", "record_many", "see", "state_of",
+]  # fmt: skip
 
-Result = TypeVar("Result")
 MOST_BATCHES = 100_000  # of a pass: no epoch that is examined should be longer
 
 OPTIONS = {
@@ -217,12 +197,12 @@ def open_loader(settings: Settings, options: Mapping[str, Any], *, later: bool =
 def see(settings: Settings, batch: Any) -> Seen:
     """Record everything about ``batch`` before the loader can reuse its memory."""
     parts = tuple(items.leaves(batch))
-    identify = settings.identify or items.identify
+    identify = settings.identify or naming.Naming()
     ids = tuple(identify(batch))
     if isinstance(identify, naming.Naming) and identify.columns:
         split = identify.samples(batch)
     else:
-        split = items.samples(batch, len(ids))
+        split = naming.split(batch, len(ids))
     return Seen(
         digest=items.combine(parts),
         leaves=parts[:32],
@@ -298,8 +278,10 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-def in_group(file: str, rank: int, world_size: int, function: Callable[..., Result], *arguments: Any) -> Result:
-    """``function(*arguments)`` inside a gloo process group that is initialised through ``file``."""
+def in_group(file: str, rank: int, world_size: int, trials: Sequence[Trial]) -> list[Recording]:
+    """`record_many` in a gloo process group that is initialised through ``file``; without a file, in none."""
+    if not file:
+        return record_many(trials)
     # All ranks are on this machine. Its host name may resolve to an address that they cannot reach.
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -307,9 +289,9 @@ def in_group(file: str, rank: int, world_size: int, function: Callable[..., Resu
         "gloo", init_method=f"file://{file}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
     try:
-        result = function(*arguments)
+        recordings = record_many(trials)
         torch.distributed.barrier()  # nobody leaves while another is still connecting
-        return result
+        return recordings
     finally:
         torch.distributed.destroy_process_group()
 

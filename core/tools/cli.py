@@ -105,7 +105,8 @@ def check(
     """
     require("cli", "rich", "tqdm")
     from ..testing.record import Settings
-    from .check import examine, printable
+    from .check import examine
+    from .shown import printable
     from .targets import TargetError, find_function, find_target
 
     try:
@@ -156,8 +157,7 @@ def inspect(
     """
     require("cli", "rich", "tqdm")
     from ..errors import MidepochError
-    from . import check as checking
-    from . import inspection
+    from . import inspection, shown
 
     if (seek is None) != (out is None):
         raise typer.BadParameter("--seek and the path of the copy must be given together", param_hint="--seek")
@@ -168,11 +168,11 @@ def inspect(
             contents = inspection.look(path if out is None else out)
     except (MidepochError, ValueError, OSError) as error:
         damaged = isinstance(error, inspection.DamagedError) and seek is None
-        fail(checking.printable(str(error)), DIFFERENT if damaged else UNABLE)
+        fail(shown.printable(str(error)), DIFFERENT if damaged else UNABLE)
     if as_json:
-        print(checking.as_json(contents))
+        print(shown.as_json(contents))
     else:
-        checking.show_contents(contents)
+        shown.show_contents(contents)
     if contents.problems or any(entry.problem for entry in contents.states):
         raise typer.Exit(DIFFERENT)
 

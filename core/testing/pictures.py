@@ -1,0 +1,87 @@
+"""Which samples each rank received before and after a cut, to be drawn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+from .examine import Examination
+from .record import Recording
+from .report import LawError
+
+__all__ = ["Picture", "take_pictures"]
+
+_MOST_CUTS = 24  # cuts drawn for one epoch
+Samples = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What happened to one epoch that was cut and continued, perhaps on another number of ranks.
+
+    Attributes:
+        epoch: its number.
+        cut: batches of each rank before the cut.
+        worlds: number of ranks before the cut, and after it.
+        order: the epoch's samples in the order of an uninterrupted run on one rank.
+        before: for each rank, the samples that it gave before the cut.
+        after: the same after the cut; empty if `problem` is set.
+        problem: what went wrong, or why the loader refused.
+    """
+
+    epoch: int
+    cut: int
+    worlds: tuple[int, int]
+    order: Samples
+    before: tuple[Samples, ...]
+    after: tuple[Samples, ...]
+    problem: str = ""
+
+    @property
+    def lost(self) -> Samples:
+        """Samples of the epoch that no rank received."""
+        given = self._given()
+        return tuple(sample for sample in self.order if not given[sample])
+
+    @property
+    def repeated(self) -> Samples:
+        """Samples that were given more often than the epoch has them."""
+        return tuple(self._given() - Counter(self.order))
+
+    def _given(self) -> Counter[Hashable]:
+        return Counter(sample for rank in (*self.before, *self.after) for sample in rank)
+
+
+def take_pictures(examination: Examination, *, few: bool = False) -> Iterator[list[Picture]]:
+    """For each possible change of the number of ranks and each epoch that can be cut: one picture for each cut inside.
+
+    If an epoch can be cut in very many places, some are chosen, evenly spaced. ``few``: only one rank before and after.
+    """
+    examination.begin("picture", "", "")
+    sizes = (1,) if few else examination.worlds
+    for worlds in [(one, other) for one in sizes for other in sizes]:
+        for epoch in range(examination.settings.epochs):
+            order: Samples = ()
+            try:
+                order = _samples(examination.whole(), epoch)
+                heads = examination.heads(worlds[0])
+                inside = examination.interior(heads[0], epoch)
+                cuts = inside[:: -(-len(inside) // _MOST_CUTS) or 1]
+                resumed = examination.resume_world(heads, [(epoch, cut) for cut in cuts], worlds[1])
+            except LawError as error:
+                if order:
+                    yield [Picture(epoch, 0, worlds, order, (), (), error.got.splitlines()[0])]
+                continue
+            taken = []
+            for number, cut in enumerate(cuts):
+                before = tuple(_samples(head, epoch, cut) for head in heads)
+                failures = [str(each[number].failure) for each in resumed if each[number].failure is not None]
+                after = () if failures else tuple(_samples(each[number], 0) for each in resumed)
+                taken.append(Picture(epoch, cut, worlds, order, before, after, next(iter(failures), "")))
+            if taken:
+                yield taken
+
+
+def _samples(recording: Recording, epoch: int, batches: int | None = None) -> Samples:
+    return tuple(sample for batch in recording.passes[epoch].ids[:batches] for sample in batch)

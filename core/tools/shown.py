@@ -1,0 +1,338 @@
+"""What ``midepoch check`` and ``midepoch inspect`` show: on a terminal, or as a page."""
+
+from __future__ import annotations
+
+import io
+import json
+import platform
+import sys
+import time
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..testing import items
+from ..testing.diagnosis import UNINTERRUPTED, Diagnosis
+from ..testing.pictures import Picture
+from ..testing.report import LawError, Promise, Report, Verdict, legend
+from ..testing.sides import Comparison
+from ..testing.worlds import some
+from .inspection import Contents, FoundState
+
+__all__ = [
+    "NOT_REACHED", "as_json", "as_text", "finding", "grounds", "make_page", "printable", "show", "show_contents",
+]  # fmt: skip
+
+Part = Text | Table
+NOT_REACHED = "not reached within"
+"""How the reason of a trial or law begins that the time did not suffice for."""
+_SHOWN = 240  # characters of a fact
+_WIDTH = 140  # of a page, and where there is no terminal: rich would use 80, and break the tables' lines
+
+
+def show(parts: Iterable[Part], console: Console | None = None) -> None:
+    """Print these below each other."""
+    console = console or _console()
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def printable(text: str) -> str:
+    """Escape what a terminal would interpret or an encoding cannot write: the text may come from anyone's file."""
+    shown = "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
+
+
+def as_text(words: str, style: str = "") -> Text:
+    """The words as they are, without rich's markup."""
+    return Text(printable(words), style)
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str | Text]], fixed: int = 0) -> Table:
+    """A table in which the first ``fixed`` columns are not wrapped."""
+    table = Table(box=box.SIMPLE)
+    for number, heading in enumerate(headings):
+        table.add_column(as_text(heading), no_wrap=number < fixed)
+    for row in rows:
+        table.add_row(*(each if isinstance(each, Text) else as_text(each) for each in row))
+    return table
+
+
+# --- check --------------------------------------------------------------------------------------------------------
+
+_TONES = {"good": "green", "warn": "bold yellow", "bad": "bold red", "other": ""}
+_WORDS = {
+    "holds": "hold", "failed": "fail", "refused clearly": "refused clearly", "not promised": "not promised",
+    "not applicable": "do not apply", "not reached": "not reached",
+}  # fmt: skip
+_COLOURS = {
+    "holds": "green", "failed": "bold red", "proved at each resume": "green", "tried": "green", "not kept": "bold red",
+}  # fmt: skip
+
+
+def finding(target: str, kind: str, diagnosis: Diagnosis, comparison: Comparison) -> Iterator[Part]:
+    """What is wrong, and the table of both sides."""
+    yield as_text(f"{target} ({kind})")
+    yield as_text(diagnosis.title, _TONES[diagnosis.tone])
+    if diagnosis.facts:
+        facts = Table(box=None, show_header=False, padding=(0, 1, 0, 2))
+        facts.add_column(style="dim", no_wrap=True)
+        for label, text in diagnosis.facts:
+            facts.add_row(label, as_text(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."))
+        yield facts
+    if diagnosis.together:
+        yield as_text(f"{diagnosis.together}. Mend this first, then check again.")
+    for error in diagnosis.others:
+        yield as_text(_briefly(error))
+    table = _table(("", *comparison.headings), ())
+    for question, answers in comparison.rows:
+        table.add_row(question, *(as_text(each.text, _TONES[each.tone]) for each in answers))
+    yield table
+
+
+def _briefly(error: LawError) -> str:
+    where = f" at {error.place}" if error.place else ""
+    return f"Also: the law '{error.law}' is broken{where}: {error.got.splitlines()[0]}; {error.cure}"[: 2 * _SHOWN]
+
+
+def grounds(report: Report, verbose: bool) -> Iterator[Part]:
+    """What the finding rests on: in a few lines, or each promise, trial and law with its reason, and tracebacks."""
+    verdicts = [*report.trials, *report.verdicts]
+    by_status = _grouped((_status(each), each.law) for each in verdicts)
+    if UNINTERRUPTED not in by_status.get("failed", ()):
+        counts = (
+            f"{len(found)} {words}{'' if status in ('holds', 'failed') else f' ({_listed(found)})'}"
+            for status, words in _WORDS.items()
+            if (found := by_status.get(status))
+        )
+        yield as_text(f"Laws and trials: {'; '.join(counts)}.")
+    if "not reached" in by_status:
+        yield as_text("Give more time (--seconds 300, or 0 for no limit) to have the others examined.")
+    if report.promises:
+        standings = _grouped((each.standing, each.name) for each in report.promises)
+        yield as_text("Promises: " + "; ".join(f"{each}: {_listed(of)}" for each, of in standings.items()) + ".")
+    if not verbose:
+        yield as_text("--verbose shows each law with its reason, and tracebacks; --report FILE.html draws them.")
+        return
+    if report.promises:
+        yield _table(("promise", "rests on", ""), map(_promise_row, report.promises), fixed=2)
+    yield _table(("law or trial", "verdict", "epoch", "batch", "", "seconds"), map(_verdict_row, verdicts), fixed=2)
+    if meaning := legend(verdicts):
+        yield as_text(meaning)
+    for error in report.failures:
+        yield as_text(str(error))
+
+
+def _promise_row(promise: Promise) -> tuple[str | Text, ...]:
+    return promise.name, Text(promise.standing, _COLOURS.get(promise.standing, "")), promise.reason
+
+
+def _verdict_row(verdict: Verdict) -> tuple[str | Text, ...]:
+    place = (None, None) if verdict.error is None else (verdict.error.epoch, verdict.error.batch)
+    where = ("" if number is None else str(number) for number in place)
+    status = Text(verdict.status, _COLOURS.get(verdict.status, ""))
+    return verdict.law, status, *where, verdict.reason, f"{verdict.seconds:.2f}"
+
+
+def _status(verdict: Verdict) -> str:
+    return "not reached" if verdict.reason.startswith(NOT_REACHED) else verdict.status
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for key, name in pairs:
+        found.setdefault(key, []).append(name)
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names)
+
+
+# --- the page -----------------------------------------------------------------------------------------------------
+
+_COLUMNS = """\
+Each column is a sample, in the order of a run on one rank; of a long epoch, it is several. Dark blue: before the cut;
+light blue: after it; red: never; orange: too often. If other numbers of ranks have another order, dark and light are
+mixed. If all ranks must have equally many batches, some samples are repeated at an epoch's end (tail="pad")."""
+_KINDS = {"": "", "before": "#3b6fb6", "after": "#7fb3e6", "repeated": "#e39a1c", "lost": "#d0202b"}
+"""What became of a sample -> its colour. If a column is several samples, the last of these kinds is shown."""
+_MOST_COLUMNS = 110
+
+
+def make_page(
+    found: Iterable[Part], pictures: Mapping[str, Iterable[Sequence[Picture]]], rests_on: Iterable[Part]
+) -> str:
+    """The finding, what it rests on, and which samples each rank received, as one HTML file without script or link.
+
+    Args:
+        found: by `finding`.
+        pictures: heading of a side -> the result of `take_pictures`.
+        rests_on: by `grounds`.
+    """
+    console = Console(record=True, file=io.StringIO(), width=_WIDTH, highlight=False)
+    show(found, console)
+    show([as_text("Which samples each rank received", "bold"), as_text(_COLUMNS)], console)
+    for heading, taken in pictures.items():
+        show([Text(), as_text(heading, "bold")], console)
+        drawings = [line for cuts in taken for line in _drawing(cuts)]
+        show(drawings or [as_text("Nothing to draw: no uninterrupted run, or no place to cut.")], console)
+    versions = f"midepoch {version('midepoch')}, torch {torch.__version__}, Python {platform.python_version()}"
+    show([Text(), as_text("What it rests on", "bold")], console)
+    show([*rests_on, as_text(f"{versions}; {time.strftime('%Y-%m-%d %H:%M')}")], console)
+    return console.export_html(inline_styles=True)
+
+
+def _drawing(cuts: Sequence[Picture]) -> Iterator[Text]:
+    """Every cut as a row. The first cut that failed, or else the middle one, also with a row for each rank."""
+    before, after = ("1 rank" if count == 1 else f"{count} ranks" for count in cuts[0].worlds)
+    yield Text()
+    title = f"epoch {cuts[0].epoch}, {before} before and {after} after"
+    for problem, where in _grouped((each.problem, str(each.cut)) for each in cuts if each.problem).items():
+        yield as_text(f"{title}, cut after {_listed(where)} batches: {problem[:1000]}")
+    drawn = [picture for picture in cuts if not picture.problem]
+    if not drawn:
+        return
+    lost, repeated = max(len(each.lost) for each in drawn), max(len(each.repeated) for each in drawn)
+    yield _caption(f"{title}: {len(drawn)} cuts: at worst {lost} lost and {repeated} repeated", lost, repeated)
+    for each in drawn:
+        kinds = dict.fromkeys((sample for rank in each.after for sample in rank), "after")
+        kinds |= dict.fromkeys((sample for rank in each.before for sample in rank), "before")
+        kinds |= dict.fromkeys(each.repeated, "repeated") | dict.fromkeys(each.lost, "lost")
+        yield _row(f"after {each.cut}", each.order, kinds)
+    wrong = [each for each in drawn if each.lost] or [each for each in drawn if each.repeated]
+    shown = wrong[0] if wrong else drawn[len(drawn) // 2]
+    words = [f"{len(each)} {name}{_named(each)}" for each, name in ((shown.lost, "lost"), (shown.repeated, "repeated"))]
+    told = f"cut after {shown.cut} batches of each rank: {len(shown.order)} samples: {', '.join(words)}"
+    yield _caption(told, len(shown.lost), len(shown.repeated))
+    for kind, ranks in (("before", shown.before), ("after", shown.after)):
+        for rank, given in enumerate(ranks):
+            yield _row(f"rank {rank}, {kind}", shown.order, dict.fromkeys(given, kind))
+
+
+def _caption(words: str, lost: int, repeated: int) -> Text:
+    return as_text(words, _TONES["bad" if lost else "warn" if repeated else "good"])
+
+
+def _named(samples: Sequence[Hashable]) -> str:
+    """Their names. Of a sample that nothing but its content names there is a digest, which says nothing to anyone."""
+    return f" ({some(samples)})" if samples and not any(map(items.is_digest, samples)) else ""
+
+
+def _row(label: str, order: Sequence[Hashable], kinds: Mapping[Hashable, str]) -> Text:
+    severity = list(_KINDS)
+    row = Text(f"{label:<18}")
+    step = -(-len(order) // _MOST_COLUMNS)
+    for start in range(0, len(order), step):
+        kind = max((kinds.get(sample, "") for sample in order[start : start + step]), key=severity.index)
+        row.append("█" if kind else " ", _KINDS[kind])
+    return row
+
+
+# --- inspect ------------------------------------------------------------------------------------------------------
+
+
+def show_contents(contents: Contents) -> None:
+    """Print a table for each state, and what is damaged."""
+    facts = "".join(
+        f", {name} {' '.join(value) if isinstance(value, list) else value}" for name, value in contents.facts.items()
+    )
+    parts: list[Part] = [as_text(f"{contents.path}: {contents.kind}, saved {_ago(contents.saved)}{facts}")]
+    parts += [as_text(f"damaged: {problem}", "bold red") for problem in contents.problems]
+    parts += [_state_table(entry, contents.path) for entry in contents.states]
+    if not contents.states:
+        parts.append(as_text("It contains no state of a loader that midepoch wrapped."))
+    show(parts)
+
+
+def _state_table(entry: FoundState, path: Path) -> Table:
+    state = entry.state
+    inside = "" if entry.file == path else f"{entry.file.relative_to(path)} "
+    table = Table(
+        title=as_text(f"{inside}{entry.name}" or "state"), box=box.SIMPLE, show_header=False, title_justify="left"
+    )
+    table.add_column(style="dim")
+    table.add_column()
+    position, size = state.get("position"), state.get("size")
+    told = _short(position)
+    if not entry.problem and size and isinstance(position, int):
+        told = f"{position:,} of {size:,} ({position / size:.1%})"
+    rows = {
+        "backend": _short(state.get("adapter")),
+        "epoch": _short(state.get("epoch")),
+        "position": told,
+        "saved on": f"{_short(state.get('world_size'))} ranks, batch size {_short(state.get('batch_size'))} each",
+        "seed": _short(state.get("seed")),
+        **{f"  {name}": value for name, value in _fingerprint(state.get("fingerprint")).items()},
+    }
+    if detail := state.get("detail"):
+        rows["detail"] = f"{len(str(detail)):,} characters of the backend's own"
+    for name, value in rows.items():
+        table.add_row(as_text(name), as_text(value))
+    table.add_row("checksum", as_text(entry.problem, "bold red") if entry.problem else Text("holds", "green"))
+    return table
+
+
+def _fingerprint(text: Any) -> dict[str, str]:
+    try:
+        parsed = json.loads(text)
+        return {str(name)[:40]: _short(value) for name, value in parsed.items()}
+    except (TypeError, ValueError, AttributeError, RecursionError):
+        return {"fingerprint": _short(text)}
+
+
+def _short(value: Any) -> str:
+    text = str(value) if not isinstance(value, int) or abs(value) < 1 << 128 else "an impossibly large number"
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _ago(moment: float) -> str:
+    if not 0 <= moment < 1 << 40:
+        return "at an unknown time"
+    seconds = time.time() - moment
+    date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    for name, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            count = int(seconds // length)
+            return f"{date}, {count} {name}{'s' if count > 1 else ''} ago"
+    return f"{date}, {'just now' if seconds >= 0 else 'in the future'}"
+
+
+def as_json(contents: Contents) -> str:
+    """The same as JSON, for programs."""
+    return json.dumps(
+        {
+            "path": str(contents.path),
+            "kind": contents.kind,
+            "saved": contents.saved,
+            **contents.facts,
+            "problems": list(contents.problems),
+            "states": [
+                {
+                    "file": str(entry.file),
+                    "keys": list(entry.keys),
+                    "problem": entry.problem,
+                    "state": {str(name): _plain(value) for name, value in entry.state.items()},
+                }
+                for entry in contents.states
+            ],
+        },
+        indent=1,
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, str | bool | int | float) else repr(value)[:200]
