@@ -6,8 +6,9 @@ imported.
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
+import operator
+import pkgutil
 import re
 import threading
 import weakref
@@ -70,14 +71,10 @@ class Package:
         Raises:
             UnsupportedSourceError: the package has no such part.
         """
-        module, _, names = path.partition(":")
         try:
-            found: Any = importlib.import_module(module)
-            for name in names.split("."):
-                found = getattr(found, name)
+            return pkgutil.resolve_name(path)
         except (ImportError, AttributeError) as error:
             raise self.lacks(path) from error
-        return found
 
     def check(self, holder: object, *paths: str) -> None:
         """Check that an object has attributes, each written as ``"name.name"``.
@@ -86,11 +83,10 @@ class Package:
             UnsupportedSourceError: an attribute is missing.
         """
         for path in paths:
-            found = holder
-            for name in path.split("."):
-                if not hasattr(found, name):
-                    raise self.lacks(f"{type(holder).__name__}.{path}")
-                found = getattr(found, name)
+            try:
+                operator.attrgetter(path)(holder)
+            except AttributeError as error:
+                raise self.lacks(f"{type(holder).__name__}.{path}") from error
 
     def lacks(self, part: str) -> UnsupportedSourceError:
         """The error for a missing part."""

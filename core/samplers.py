@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 
 from .attributes import PlainAttributes, appearance, changed, plain_attributes, set_back
+from .backends import SAMPLERS_LIKE_THEIR_PARENT
 from .errors import SourceError, UnsupportedSourceError
 from .order import Endless, Order, Sequential, Shuffled
 from .order.keys import derive_key
@@ -36,8 +37,7 @@ from .trying import Copied, Finding, copy_of, tried_on_copy
 from .world import Tail, World
 
 __all__ = [
-    "MaterializedEpoch", "MaterializedOrder", "OrderedSampler", "SamplerSpec", "interpret_as_parent",
-    "interpret_sampler", "length_of",
+    "MaterializedEpoch", "MaterializedOrder", "OrderedSampler", "SamplerSpec", "interpret_sampler", "length_of",
 ]  # fmt: skip
 
 _MANY, _TIMES = 1_000_000, 4  # a sampler that gave more indices than so many, and so many for each sample, does not end
@@ -416,14 +416,6 @@ class OrderedSampler(Sampler[int]):
         """The order, and what else the sampler states."""
 
 
-_as_parent: set[tuple[str, str]] = set()
-
-
-def interpret_as_parent(module: str, name: str) -> None:
-    """Declare that a subclass of one of torch's samplers has the same order as its parent."""
-    _as_parent.add((module, name))
-
-
 def interpret_sampler(
     sampler: Any, size: int | None = None, world_size: int = 1, gives_batches: bool = False, left_alone: bool = False
 ) -> SamplerSpec:
@@ -440,7 +432,7 @@ def interpret_sampler(
         UnsupportedSourceError: `left_alone`, of one without an end.
     """
     kind = type(sampler)
-    if (kind.__module__, kind.__qualname__) in _as_parent:
+    if (kind.__module__, kind.__qualname__) in SAMPLERS_LIKE_THEIR_PARENT:
         kind = kind.__mro__[1]
     if kind is SequentialSampler:
         return SamplerSpec(Sequential(len(sampler.data_source)))

@@ -3,88 +3,32 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import itertools
 import os
+import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from importlib.metadata import entry_points
-from types import FrameType
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 import torch
 from torch.utils.data import DataLoader
 
 from .attributes import directly_held
+from .backends import BACKENDS, Backend
 from .errors import UnsupportedSourceError
 from .loader.adapter import Adapter, Options
-from .loader.loader import Loader, when_used_by
+from .loader.loader import Loader
 from .loader.progress import Pass
 from .reading.around import Around
-from .reading.collating import never_draws
 from .reading.private import end_early_workers, is_iterator
-from .samplers import interpret_as_parent
 from .world import Tail, World
 
 __all__ = ["wrap"]
 
 
-class _Backend(NamedTuple):
-    """The import path of an adapter, and the package that defines its sources' classes or their base classes.
-
-    `holds`: its sources may be of any class, and hold objects of that package.
-    """
-
-    adapter: str
-    package: str | None = None
-    holds: bool = False
-
-
-# The most specific first: StatefulDataLoader subclasses DataLoader, and everything is iterable.
-_BACKENDS = (
-    _Backend("midepoch.adapters.dali.sampled:SampledAdapter", "nvidia.dali"),
-    _Backend("midepoch.adapters.dali.native:NativeAdapter", "nvidia.dali"),
-    _Backend("midepoch.adapters.dali.native:NativeAdapter", "midepoch.adapters.dali"),  # a factory
-    _Backend("midepoch.adapters.dali.dynamic:DynamicAdapter", "nvidia.dali.experimental.dynamic", holds=True),
-    _Backend("midepoch.adapters.dali.holder:HolderAdapter", "nvidia.dali.plugin", holds=True),
-    _Backend("midepoch.adapters.ffcv:FFCVAdapter", "ffcv"),
-    _Backend("midepoch.adapters.webdataset:WebDatasetAdapter", "webdataset"),
-    _Backend("midepoch.adapters.streaming:StreamingAdapter", "streaming"),
-    _Backend("midepoch.adapters.dataloader:MapDataLoaderAdapter"),
-    _Backend("midepoch.adapters.stateful:StreamAdapter"),
-    _Backend("midepoch.adapters.stateful:WorkersAdapter"),
-    _Backend("midepoch.adapters.dataloader:IterableDataLoaderAdapter"),
-    _Backend("midepoch.adapters.stateful:TorchdataAdapter", "torchdata"),
-    _Backend("midepoch.adapters.stateful:NodesAdapter", "torchdata.nodes"),
-    _Backend("midepoch.adapters.stateful:DatasetsAdapter", "datasets"),
-    _Backend("midepoch.adapters.stateful:ElasticGrainAdapter", "grain"),
-    _Backend("midepoch.adapters.stateful:GrainAdapter", "grain"),
-    _Backend("midepoch.adapters.stateful:LitDataAdapter", "litdata"),
-    _Backend("midepoch.adapters.stateful:EnergonAdapter", "megatron.energon"),
-    _Backend("midepoch.adapters.stateful:StatefulAdapter"),
-    _Backend("midepoch.adapters.iterable:SequenceAdapter"),
-    _Backend("midepoch.adapters.iterable:PlainIterableAdapter"),
-)
-
 _ENTRY_POINTS = "midepoch.adapters"
-
-# Modules that register collate functions with torch on import. These functions draw no random numbers.
-_DRAWLESS_COLLATES = ("nvidia.dali.plugin.pytorch.experimental.proxy",)
-
-# Trainers that count or skip batches by themselves: the module that asks a loader for an iterator, or tells it the
-# epoch, and a function that compares this with the loader's place. The function is imported on that call.
-_COUNTING_TRAINERS = {
-    "ignite.engine.deterministic": "midepoch.adapters.trainers.ignite:refuse_to_be_skipped",
-    "lightning.fabric.utilities.data": "midepoch.adapters.trainers.lightning_alone:warn_unless_exact",
-    "lightning.pytorch.utilities.combined_loader": "midepoch.adapters.trainers.lightning_alone:warn_unless_exact",
-    "lightning_fabric.utilities.data": "midepoch.adapters.trainers.lightning_alone:warn_unless_exact",
-    "pytorch_lightning.utilities.combined_loader": "midepoch.adapters.trainers.lightning_alone:warn_unless_exact",
-    "transformers.trainer": "midepoch.adapters.trainers.transformers_alone:warn_unless_exact",
-}
-
-
-# Subclasses of torch's samplers that have the order of their parent, and add a state.
-_AS_THEIR_PARENT = (("torchdata.stateful_dataloader.sampler", "StatefulDistributedSampler"),)
 
 
 class Settings(TypedDict, total=False):
@@ -168,8 +112,9 @@ def wrap(
         ValueError, TypeError: an argument is out of range.
     """
     options = Options(
-        seed, world, shard, randomness, tail, fingerprint, verify, then, on_error, remember, global_batch, inside,
-        cast(dict[str, Any], settings),
+        seed=seed, world=world, shard=shard, randomness=randomness, tail=tail, fingerprint=fingerprint, verify=verify,
+        then=then, on_error=on_error, remember=remember, global_batch=global_batch, inside=inside,
+        settings=cast(dict[str, Any], settings),
     )  # fmt: skip
     if isinstance(source, Loader):
         if options != Options(settings={}):
@@ -185,8 +130,8 @@ def wrap(
 
 def _is_loader(value: Any) -> bool:
     """Whether it is a DataLoader, or a loader of a package that midepoch has an adapter for."""
-    packages = (each for each in _BACKENDS if each.package is not None and not each.holds and _present(each, value))
-    return issubclass(type(value), DataLoader) or any(_load(each.adapter).recognises(value) for each in packages)
+    packages = (each for each in BACKENDS if each.package is not None and not each.holds)
+    return issubclass(type(value), DataLoader) or any(each.recognises(value) for each in _loaded(packages, value))
 
 
 def _adapter_for(source: Any, options: Options) -> Adapter:
@@ -202,7 +147,7 @@ def _adapter_for(source: Any, options: Options) -> Adapter:
         if issubclass(type(each), DataLoader):
             end_early_workers(each)
     passed_over: frozenset[str] = frozenset()  # settings of adapters that left the source to another one
-    for adapter in (*_registered(), *(_load(backend.adapter) for backend in _BACKENDS if _present(backend, source))):
+    for adapter in itertools.chain(_registered(), _loaded(BACKENDS, source)):
         if not adapter.recognises(source):
             continue
         unknown = options.settings.keys() - adapter.settings - passed_over
@@ -222,8 +167,12 @@ def _adapter_for(source: Any, options: Options) -> Adapter:
     )
 
 
-def _present(backend: _Backend, source: Any) -> bool:
-    """Whether the source may be of that backend; if not, the adapter is not imported."""
+def _loaded(backends: Iterable[Backend], source: Any) -> Iterator[Any]:
+    """The adapters of the backends that the source may be of, imported one after the other."""
+    return (pkgutil.resolve_name(each.adapter) for each in backends if _may_be_of(each, source))
+
+
+def _may_be_of(backend: Backend, source: Any) -> bool:
     if backend.package is None:
         return True
     if backend.package not in sys.modules or backend.holds:
@@ -231,26 +180,6 @@ def _present(backend: _Backend, source: Any) -> bool:
     # Compare whole package names: many are called nvidia.something. A DataLoader has its dataset's backend.
     kinds = (*type(source).__mro__, *type(getattr(source, "dataset", None)).__mro__)
     return any(f"{kind.__module__}.".startswith(f"{backend.package}.") for kind in kinds)
-
-
-@functools.cache
-def _load(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def _check_later(path: str) -> Callable[[Loader, FrameType], None]:
-    return lambda loader, frame: _load(path)(loader, frame)
-
-
-for _module in _DRAWLESS_COLLATES:
-    never_draws(_module)
-
-for _module, _name in _AS_THEIR_PARENT:
-    interpret_as_parent(_module, _name)
-
-for _module, _path in _COUNTING_TRAINERS.items():
-    when_used_by(_module, _check_later(_path))
 
 
 @functools.cache

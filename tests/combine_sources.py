@@ -126,7 +126,7 @@ def of_unknown_length(rank: int = 0, world_size: int = 1, seed: int | None = SEE
 def of_own_states(rank: int = 0, world_size: int = 1, size: int = 6) -> Any:
     world = midepoch.World(rank, world_size)
     parts = {
-        "short": midepoch.wrap(Carried(size, rank, world_size), world=world),
-        "long": midepoch.wrap(Carried(size, rank, world_size), world=world),
+        "short": midepoch.wrap(Carried(size, rank, world_size), world=world, remember=1),
+        "long": midepoch.wrap(Carried(size, rank, world_size), world=world, remember=1),
     }
     return midepoch.combine(parts, "min_size")

@@ -90,7 +90,8 @@ class Restarting:
 
 
 def of_own_state(mode: Any, **options: Any) -> Loader:
-    return combine((wrap(Restarting(3)), noisy(9, 2), wrap(Restarting(5))), mode, seed=4, **options)
+    parts = wrap(Restarting(3), remember=1), noisy(9, 2), wrap(Restarting(5), remember=1)
+    return combine(parts, mode, seed=4, **options)
 
 
 def nested(mode: Any, **options: Any) -> Loader:
@@ -580,8 +581,8 @@ def test_a_part_that_fails_leaves_nothing_half_consumed(at: int, other: str, fir
             wrap(DataLoader(failing, 1, collate_fn=list), seed=1),
             wrap(DataLoader(steady, 1, collate_fn=list), seed=2, verify="off")
             if other == "remembers"
-            else wrap(Carried(6, 0, 1)),
-            wrap(Carried(6, 0, 1)),
+            else wrap(Carried(6, 0, 1), remember=1),
+            wrap(Carried(6, 0, 1), remember=1),
         ]
         return combine(parts if first else parts[::-1], "min_size"), failing, steady
 
@@ -711,6 +712,12 @@ def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
         combine([wrap([1]), wrap([2])], "weighted", **options)
     with pytest.raises(ValueError):
         combine([wrap([1]), wrap([2])], "min_size", weights=[1, 2])
+
+
+def test_a_part_that_keeps_its_own_state_is_refused_with_the_line_that_makes_it_a_part() -> None:
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"part 1 keeps its own state.*source, remember=1\)"):
+        combine([wrap([1, 2]), wrap(Restarting(2))])
+    assert list(combine([wrap([1, 2]), wrap(Restarting(2), remember=1)])) == [[1, (0, 0)], [2, (0, 1)]]
 
 
 def test_one_loader_cannot_be_two_parts() -> None:

@@ -546,7 +546,7 @@ def test_in_flight_is_refused_as_before_and_tries_nothing() -> None:
 
 
 def test_a_state_of_a_combination_is_told_of_its_parts_too(tmp_path: Path) -> None:
-    loader = midepoch.combine([wrap(own.StartsOver()), wrap(own.Stream())])
+    loader = midepoch.combine([wrap(own.StartsOver(), remember=1), wrap(own.Stream(), remember=1)])
     next(iter(loader))
     with pytest.warns(midepoch.MidepochWarning, match="StartsOver does not restore its order"):
         loader.state_dict()

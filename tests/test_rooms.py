@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # From the ground up: a room imports rooms that stand before it, and none of its own line.
 FLOORS = (
-    ("errors",),
+    ("errors", "backends"),
     ("world", "packages", "attributes"),
     ("sharding", "order"),
     ("state",),
@@ -41,8 +41,8 @@ STRANGERS = frozenset(
         "lightning", "accelerate", "transformers", "ignite", "composer", "ray", "torchtitan",
     )
 )  # fmt: skip
-# The table of `wrap` names every backend, so that none has to be imported.
-MAY_NAME = ("midepoch.wrapping",)
+# Its tables name every backend, so that none has to be imported.
+MAY_NAME = ("midepoch.backends",)
 
 
 def modules() -> dict[str, Path]:

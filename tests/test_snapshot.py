@@ -1108,7 +1108,7 @@ def _save_other_files_in_parts(rank: int, path: str) -> list[str]:
     """Told of a combination, of one with a part of which each rank has its own state, and when it is gathered."""
     same = midepoch.wrap(_files(0), seed=0)
     combined = midepoch.combine([same, midepoch.wrap(_files(rank), seed=0)], mode="max_size")
-    own = midepoch.wrap(own_state_sources.Stream(), seed=0)
+    own = midepoch.wrap(own_state_sources.Stream(), seed=0, remember=1)
     with_own = midepoch.combine([midepoch.combine([midepoch.wrap(_files(rank), seed=0)]), own])
     found = []
     for loader in (combined, with_own):

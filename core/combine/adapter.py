@@ -55,8 +55,13 @@ class CombinedAdapter(Adapter):
                     f"part {part.name} has global_batch={part.global_batch}, and a combination counts single batches: "
                     "wrap it without, and accumulate over the combination's batches"
                 )
+            if not part.remembers:
+                raise UnsupportedSourceError(
+                    f"part {part.name} keeps its own state, and a combination asks for those before its last batches. "
+                    "Wrap it with remember=1, or with as many as in_flight may be: midepoch.wrap(source, remember=1)"
+                )
             part.wait_for_others()
-        self.facts = Facts("batch", remembers=all(part.remembers for part in self.parts))
+        self.facts = Facts("batch")
         self.mode: Mode = options.settings["mode"]
         self.until: Until = options.settings["until"]
         self.steps: int | None = options.settings["steps"]
@@ -229,8 +234,8 @@ class CombinedAdapter(Adapter):
         """A part's state at the beginning of an epoch, by default the next one if this one has begun."""
         if epoch is None:
             epoch = state["epoch"] + (state["position"] > 0)
-        if not part.remembers and epoch == state["epoch"] + 1:
-            return state  # only its source can lead there
+        if part.reads_on and epoch == state["epoch"] + 1:
+            return state
         return part.state_at(state, epoch)
 
     @property

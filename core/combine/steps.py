@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -162,23 +161,15 @@ class Together(_CombinedSession):
         self._arrange()
 
     def _arrange(self) -> None:
-        """Decide which parts a step reads, in which order, and which must be peeked at first."""
+        """Decide which parts a step reads."""
         mixture, parts = self._mixture, self._mixture.parts
         reading = [n for n in range(len(parts)) if mixture.cycles or not self._ended[n]]
-        # Parts that do not remember their last state come last: once they are read, nothing else can fail.
-        reading.sort(key=lambda number: parts[number].remembers, reverse=True)
-        forgetful = [parts[number] for number in reading if not parts[number].remembers]
-        self._first_peeked = forgetful if len(forgetful) > 1 else []
         self._advances = [(n, parts[n], mixture.advance_of(n, self._ended[n])) for n in reading]
         if any(self._ended) if self._shortest else all(self._ended):
             self._advances = [(-1, parts[0], _raise_stop)]
 
     def take(self) -> Any:
         """A batch of each part."""
-        for part in self._first_peeked:
-            if not part.pending:
-                with contextlib.suppress(StopIteration):  # that of a part that has ended comes below
-                    part.peek()
         while True:
             values, number = self._blank[:], -1
             try:

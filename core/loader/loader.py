@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Literal, NoReturn, Self
 
+from ..backends import COUNTING_TRAINERS
 from ..errors import (
     MidepochError,
     StateError,
@@ -28,25 +30,13 @@ from .source_attributes import BatchSamplerOfSource, SamplerOfSource, SourceAttr
 from .states import States
 from .witnesses import Witnesses
 
-__all__ = ["Loader", "when_used_by"]
+__all__ = ["Loader"]
 
 _ALONE = "the loader"  # its name in a body of its own
 
-_users: dict[str, Callable[[Any, FrameType], None]] = {}
-
-
-def when_used_by(module: str, check: Callable[[Loader, FrameType], None]) -> None:
-    """Call `check(loader, frame)` whenever code of `module` asks a loader for an iterator, or tells it the epoch.
-
-    For trainers that count or skip batches by themselves, which may not match the loader's place. `frame` is that of
-    the calling code. `check` may warn or raise an error; it must not keep the frame.
-    """
-    _users[module] = check
-
-
 def _check_user(loader: Loader, frame: FrameType | None) -> None:
-    if frame is not None and (check := _users.get(frame.f_globals.get("__name__", ""))) is not None:
-        check(loader, frame)
+    if frame is not None and (path := COUNTING_TRAINERS.get(frame.f_globals.get("__name__", ""))) is not None:
+        pkgutil.resolve_name(path)(loader, frame)
 
 
 class Loader:

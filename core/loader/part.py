@@ -35,7 +35,12 @@ class Part:
     @property
     def remembers(self) -> bool:
         """Whether it still knows its state of some batches ago, as `in_flight` needs."""
-        return self.loader._adapter.facts.remembers
+        return self.loader._adapter.facts.remembers or self.loader._options.remember > 0
+
+    @property
+    def reads_on(self) -> bool:
+        """Whether only reading leads its source to the next epoch."""
+        return not self.loader._adapter.facts.remembers
 
     def wait_for_others(self) -> None:
         """Give a batch that failed again, unless the user states otherwise, and stay at the end of an epoch."""
@@ -205,7 +210,7 @@ class Part:
     def go_to(self, state: State) -> None:
         """Make the batch that follows `state` the next one."""
         loader = self.loader
-        if loader.position and (state["epoch"], state["position"]) == (loader.epoch + 1, 0) and self.remembers:
+        if loader.position and (state["epoch"], state["position"]) == (loader.epoch + 1, 0) and not self.reads_on:
             self.pending.clear()
             loader._progress.end_epoch()  # unlike a load, it keeps the history of batches in flight
         if self._is_at(state):
@@ -221,8 +226,7 @@ class Part:
     def begin_epoch(self) -> None:
         """Make an epoch's first batch the next one: that of the next epoch if this one has begun."""
         if self.loader.position:
-            if not self.is_open and not self.remembers:
-                # Only reading its source leads to the next epoch.
+            if self.reads_on and not self.is_open:
                 with contextlib.suppress(StopIteration):
                     self.loader.peek()
             self.loader._progress.end_epoch()

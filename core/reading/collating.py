@@ -9,19 +9,11 @@ from typing import Any
 from torch.utils.data import default_collate, default_convert
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-__all__ = ["draws_nothing", "keeps_nothing", "never_draws"]
+from ..backends import DRAWLESS_COLLATES
 
-# Modules that register collate functions with torch's default_collate which are known to draw nothing.
-_drawless = {default_collate.__module__}
+__all__ = ["draws_nothing", "keeps_nothing"]
 
-
-def never_draws(module: str) -> None:
-    """Declare that the collate functions which `module` registers with torch's ``default_collate`` draw nothing.
-
-    A package may register some when it is imported. If they are unknown, every loader of the process then seeds all
-    generators for each batch.
-    """
-    _drawless.add(module)
+_DRAWLESS = {default_collate.__module__, *DRAWLESS_COLLATES}
 
 
 def keeps_nothing(collate: Callable[[Any], Any]) -> bool:
@@ -35,4 +27,4 @@ def draws_nothing(collate: Callable[[Any], Any]) -> bool:
     if collate is default_convert:
         return True
     modules = map(operator.attrgetter("__module__"), default_collate_fn_map.values())
-    return collate is default_collate and _drawless.issuperset(modules)
+    return collate is default_collate and _DRAWLESS.issuperset(modules)
