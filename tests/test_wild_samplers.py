@@ -307,15 +307,15 @@ def test_data_without_a_length_raise_nothing_when_they_are_wrapped() -> None:
     assert sources.resumed(make, sources.heads(make, 1)[1]) == whole[1:] == [[2]]
 
 
-def test_another_batch_sampler_is_called_that() -> None:
+def test_another_batch_sampler_is_told() -> None:
     def make(batch: int, count: int = SIZE) -> midepoch.Loader:
         sampler = wild.GroupedBatchSampler(RandomSampler(range(count)), [0] * SIZE, batch)
         return midepoch.wrap(DataLoader(sources.Indices(SIZE), batch_sampler=sampler), seed=1)
 
     state = sources.heads(lambda: make(4), 2)[1]
-    with pytest.raises(StateMismatchError, match=r"the batch sampler gives differs.*this is another batch sampler"):
+    with pytest.raises(StateMismatchError, match=r"the size differs: .*use the data and the sampler"):
         make(5).load_state_dict(state)
-    with pytest.raises(StateMismatchError, match="this is another batch sampler"):
+    with pytest.raises(StateMismatchError, match="this is another sampler"):
         make(4, SIZE - 1).load_state_dict(state)  # as many batches
 
 

@@ -224,12 +224,12 @@ class NativeAdapter(Adapter):
             rank_independent=Capability(False, "each rank's pipeline knows only its part: use midepoch.gather(loader)"),
         )
 
-    @property
-    def elsewhere(self) -> str:
-        """The lines that let midepoch feed the pipeline."""
-        if len(self._graphs) > 1:
-            return ""
-        return lines_of_ours(self._graphs[0], private.reader_name(self._template))
+    def rank_part(self, detail: str, saved_world_size: int, world: World) -> str:
+        """This rank's, in a world of the same size. The refusal has the lines that let midepoch feed the pipeline."""
+        if saved_world_size != world.world_size and len(self._graphs) == 1:
+            cure = lines_of_ours(self._graphs[0], private.reader_name(self._template))
+            self.refuse_world(saved_world_size, world, cure)
+        return super().rank_part(detail, saved_world_size, world)
 
     # --- shards and lengths ---
 

@@ -246,21 +246,9 @@ class MapDataLoaderAdapter(Adapter):
         )
 
     @property
-    def size_is_its_ranks(self) -> bool:
-        """Where each rank has its own list."""
-        return self._own and isinstance(self._order, MaterializedOrder)
-
-    @property
     def can_seek(self) -> bool:
         """Anywhere, also where each rank's state has the CRC of its own list."""
         return True
-
-    @property
-    def sized_by(self) -> str:
-        """The sampler, if it is not one of torch's that follow from the data."""
-        if not isinstance(self._order, MaterializedOrder):
-            return "data"
-        return "batch sampler" if self._listed_batches else "sampler"
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """Compare the CRC of a listed order's list: of this epoch, or at an epoch's beginning of the last one."""
@@ -295,7 +283,7 @@ class MapDataLoaderAdapter(Adapter):
         untried = self._order.untried if isinstance(self._order, MaterializedOrder) else ""
         copy = f". If it keeps something from pass to pass, no copy of it can be listed ({untried})" if untried else ""
         return (
-            f"this is another {self.sized_by}, it is not reproducible, its data has changed, or you change it between "
+            f"this is another sampler, it is not reproducible, its data has changed, or you change it between "
             f"epochs: restore what it was then before you load the state, or start over without the state{copy}"
         )
 

@@ -29,7 +29,7 @@ from midepoch.reading.workers import workers_outlive_signals
 from midepoch.samplers import length_of
 from midepoch.sharding import sharding_of
 from midepoch.state.codec import decode, encode
-from midepoch.state.format import PIECES, piece_of
+from midepoch.state.format import PIECES
 from midepoch.state.witness import summary_of
 from midepoch.trying import Copied, copy_of, tried_on_copy
 from midepoch.world import World
@@ -63,7 +63,6 @@ class StatefulAdapter(Adapter):
         self.opening = Streams() if isinstance(source, DataLoader) and options.streams else None
         self.was_put_at_its_end = False  # by a state, and not read since
         self.stands_at = ""  # the state that it has reported at its end; empty once it is read again
-        self.saved_with = ""  # another version of the source's package, of the state that was checked last
         self._used = False
         self._read_epoch: int | None = None  # of the last session that has read
         self._first_state: Any = None  # of the very beginning; unknown until the source is first read
@@ -117,16 +116,6 @@ class StatefulAdapter(Adapter):
         """The source's package with its version, which need not be the same."""
         package = _package_of(self.source)
         return {f"{_PACKAGE}{PIECES}": package} if package else {}
-
-    def note_saved_with(self, fingerprint: str) -> None:
-        """Say it where the source's package is of another version than the one that has made its state."""
-        saved, here = piece_of(fingerprint, _PACKAGE), _package_of(self.source)
-        self.saved_with = f"{saved!r:.80}, and {here!r} is installed" if saved and here and saved != here else ""
-        if self.saved_with:
-            warn(
-                f"the state of this {type(self.source).__name__} was saved with {self.saved_with}: another version may "
-                "read it differently; install that version, or compare the first batches",
-            )
 
     def capabilities(self) -> Capabilities:
         """What the source's own state can restore."""

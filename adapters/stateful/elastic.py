@@ -16,7 +16,7 @@ from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import MAXIMUM_SIZE
 from midepoch.state.parts import parts_in
-from midepoch.world import Share, Tail, World
+from midepoch.world import World
 
 __all__ = ["ElasticGrainAdapter", "LitDataAdapter"]
 
@@ -30,10 +30,14 @@ class ElasticGrainAdapter(Adapter):
         super().__init__(source, options)
         self._global_batch, self._shard, samples = private.elastic_parts(source)
         departs = frozenset({"order", "ranks"})
-        self.facts = Facts("sample", self._global_batch // self._shard[1], drop_last=True, departs=departs)
+        self.facts = Facts("sample", self._global_batch // self._shard[1], drop_last=True, tail="drop", departs=departs)
         self._size = None if samples > MAXIMUM_SIZE else samples  # one that repeats itself for ever has no end
         if options.shard:
             raise UnsupportedSourceError("shard=True: an ElasticIterator divides its data itself; leave shard out")
+        if options.tail not in (None, "drop"):
+            raise UnsupportedSourceError(
+                f"tail={options.tail!r}: Grain leaves out a last global batch that is not full; leave tail out"
+            )
 
     @classmethod
     def recognises(cls, source: object) -> bool:
@@ -43,11 +47,6 @@ class ElasticGrainAdapter(Adapter):
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
         """Samples; None if it repeats itself for ever."""
         return self._size
-
-    @property
-    def tail_in_use(self) -> Tail:
-        """Grain leaves out a last global batch that is not full."""
-        return "drop"
 
     def describe(self) -> dict[str, str]:
         """The transformations and their seeds, as far as they can be determined."""
@@ -150,15 +149,6 @@ class LitDataAdapter(StatefulAdapter):
         if self._was_begun_by_others(detail, world):
             return None
         return super().size(seed, epoch, world, detail)
-
-    def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
-        """None if others have begun the epoch."""
-        return None if self._was_begun_by_others(detail, world) else super().share(seed, epoch, position, world, detail)
-
-    @property
-    def size_is_its_readers(self) -> bool:
-        """Others know no length for the rest of an epoch."""
-        return True
 
     @property
     def divides(self) -> bool:

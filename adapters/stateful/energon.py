@@ -85,13 +85,15 @@ class EnergonAdapter(StatefulAdapter):
         """Whether its WorkerConfig is for several ranks."""
         return getattr(getattr(self.source.dataset, "worker_config", None), "world_size", 1) > 1
 
-    @property
-    def elsewhere(self) -> str:
-        """Energon's own rule for other worlds."""
-        return (
-            ", or save Energon's own states (loader.source.save_state_global), and redistribute them with `energon "
-            "checkpoint redist --new-world-size`, with as many worker processes on all ranks together"
-        )
+    def rank_part(self, detail: str, saved_world_size: int, world: World) -> str:
+        """This rank's, in a world of the same size. For others, Energon has a rule of its own."""
+        if saved_world_size != world.world_size:
+            cure = (
+                ", or save Energon's own states (loader.source.save_state_global), and redistribute them with `energon "
+                "checkpoint redist --new-world-size`, with as many worker processes on all ranks together"
+            )
+            self.refuse_world(saved_world_size, world, cure)
+        return super().rank_part(detail, saved_world_size, world)
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """Check that Energon can go there: the loader was not read, and something is left to each worker process."""

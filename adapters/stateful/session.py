@@ -24,7 +24,6 @@ class _Adapter(Protocol):
     source: Any
     rewinds: bool
     opening: Streams | None
-    saved_with: str
     was_put_at_its_end: bool
     stands_at: str
 
@@ -93,9 +92,7 @@ class StatefulSession(Session):
         adapter.was_put_at_its_end = False
         advance = self._started()
         try:
-            # Another version of a source may notice only now that it cannot take the state.
-            other = run.detail and adapter.saved_with
-            return advance, self._loading(advance, may_end=True) if other else advance()
+            return advance, advance()
         except StopIteration:
             if not at_its_end:
                 raise
@@ -149,19 +146,15 @@ class StatefulSession(Session):
             self._iterator = self._loading(lambda: adapter.start(run, state))
         return adapter.reading(run, self._iterator)
 
-    def _loading(self, load: Callable[[], Any], may_end: bool = False) -> Any:
+    def _loading(self, load: Callable[[], Any]) -> Any:
         try:
             return load()
         except StateError:
             raise
         except Exception as error:  # of a `load_state_dict` that reads up to its place, StopIteration too
-            if may_end and isinstance(error, StopIteration):
-                raise
-            other = self._adapter.saved_with
-            cure = f"it was saved with {other}: install that version" if other else ""
             raise StateError(
-                f"{type(self._adapter.source).__name__} refused its own state ({type(error).__name__}: {error}): "
-                f"{cure or 'make the source as it was when the state was saved'}"
+                f"{type(self._adapter.source).__name__} refused its own state ({type(error).__name__}: {error}): make "
+                "the source as it was when the state was saved"
             ) from error
 
     def bookmark(self) -> str:
@@ -212,8 +205,7 @@ class StatefulSession(Session):
             next(self._iterator)
         except StopIteration:
             return
-        other = self._adapter.saved_with if self._run.detail else ""
         raise SourceError(
             f"{type(self._adapter.source).__name__} continues after the {self._steps} batches that its len() leaves: "
-            + (f"its state was saved with {other}: install that version" if other else "fix its __len__")
+            "fix its __len__, or install the version of its package that the state was saved with"
         )

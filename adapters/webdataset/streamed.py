@@ -137,11 +137,6 @@ class StreamedAdapter(Adapter):
             f"{self._streams} such batches an epoch"
         )
 
-    @property
-    def elastic(self) -> bool:
-        """Whether a state may be loaded on another world size; `check_detail` says on which."""
-        return True
-
     # --- the number of streams ---
 
     def _streams_for(self, world: World) -> int:

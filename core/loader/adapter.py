@@ -11,9 +11,9 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NoReturn, Protocol, final
 
-from ..errors import MidepochError, StateCorruptError, warn
+from ..errors import MidepochError, StateCorruptError, StateMismatchError, warn
 from ..randomness.owned import find_generators
 from ..state.format import State
 from ..state.parts import part_of
@@ -355,21 +355,7 @@ class Adapter(ABC):
         """
         return None
 
-    @property
-    def sized_by(self) -> str:
-        """What the epoch's size follows from, in words. Another size means that this has changed."""
-        return "data"
-
-    @property
-    def size_is_its_readers(self) -> bool:
-        """Whether only those who began an epoch know its size, and others who continue it do not."""
-        return False
-
-    @property
-    def size_is_its_ranks(self) -> bool:
-        """Whether each rank's epoch has a size of its own, which its part of a state proves. A state says None."""
-        return False
-
+    @final
     @property
     def tail_in_use(self) -> Tail:
         """What to do with the last samples: as passed to `wrap`, otherwise as the source does it, otherwise "pad".
@@ -491,6 +477,7 @@ class Adapter(ABC):
         """For a combination, the loader of each part and its state, in a checked state of any rank."""
         return ()
 
+    @final
     @property
     def elastic(self) -> bool:
         """Whether a state may be loaded on another world size."""
@@ -500,11 +487,6 @@ class Adapter(ABC):
     def rank_independent(self) -> bool:
         """Whether the state is the same on every rank. If not, each rank's `detail` is its own part."""
         return self.stated_promises.rank_independent.holds
-
-    @property
-    def elsewhere(self) -> str:
-        """What a source that is not elastic could be changed to, for the refusal of a state of another world size."""
-        return ""
 
     @property
     def can_seek(self) -> bool:
@@ -558,17 +540,24 @@ class Adapter(ABC):
         """This rank's part of a saved detail. Called only if the state is not the same on every rank.
 
         Raises:
-            StateError: the state does not have it.
+            StateError: the state does not have it, or was saved in another world.
         """
+        if saved_world_size != world.world_size:
+            self.refuse_world(saved_world_size, world)
         return part_of(detail, world.rank, world.world_size)
+
+    @final
+    def refuse_world(self, saved_world_size: int, world: World, cure: str = "") -> NoReturn:
+        """Say that the source cannot continue in a world of another size. `cure`: what else can be done."""
+        raise StateMismatchError(
+            f"the world size differs: the state was saved with {saved_world_size}, this loader has {world.world_size}; "
+            f"run on {saved_world_size} processes ({self.promises.elastic_world.reason}){cure}"
+        )
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """Raise a StateError if no session can be opened with this detail. By default it must be empty."""
         if detail:
             raise StateCorruptError(f"a state of {self.name} has no detail, but this one does: use an undamaged state")
-
-    def note_saved_with(self, fingerprint: str) -> None:  # noqa: B027  # nothing to do for most
-        """Learn how the loader of a state that is being checked was described. Some of it may differ from this one."""
 
     def unreachable(self, epoch: int, position: int, detail: str) -> str:
         """Why no other process can be led to a place where this one stands; empty if it can."""

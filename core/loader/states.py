@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import NoReturn
 
-from ..errors import StateMismatchError
+from ..errors import StateMismatchError, warn
 from ..state import format as states
 from ..state import parts
 from ..state.format import State
@@ -39,26 +39,32 @@ class States:
             adapter.expect(seed, place.epoch)
         if adapter.redescribed != self._redescribed:
             self._describe()
+        own, size = not adapter.rank_independent, place.position if place.at_end else None
+        if not (place.at_end or (own and world.world_size > 1)):  # ranks with parts of their own may have other sizes
+            size = adapter.size(seed, place.epoch, world, detail)
         fields = {
             "adapter": adapter.name,
             "epoch": place.epoch,
             "position": place.position,
             "seed": seed,
-            "size": place.position if place.at_end else self._size(seed, place.epoch, world, detail),
+            "size": size,
             "world_size": world.world_size,
             "batch_size": adapter.facts.batch_size,
             "fingerprint": self._fingerprint,
         }
-        own = not adapter.rank_independent
         if adapter.seals_detail:
             detail = parts.seal_detail(detail, world.rank if own else 0, fields)
         detail = parts.single_part(world.rank, detail) if detail and own else detail
         return states.build(**fields, detail=detail, witness=witness)
 
-    def _size(self, seed: int, epoch: int, world: World, detail: str) -> int | None:
-        adapter = self._adapter
-        own = adapter.size_is_its_ranks and world.world_size > 1
-        return None if own else adapter.size(seed, epoch, world, detail)
+    def _warn_of_package(self, fingerprint: str) -> None:
+        """Warn where a source's package is of another version than the one that has made the state."""
+        saved, here = (states.piece_of(each, "package") for each in (fingerprint, self._fingerprint))
+        if saved and here and saved != here:
+            warn(
+                f"the state was saved with {saved!r:.80}, and {here!r} is installed: another version may read it "
+                "differently; install that version, or compare the first batches"
+            )
 
     def check(self, state: State, world: World) -> tuple[State, Place]:
         """A copy of `state`, if this source can continue from it, and its place.
@@ -75,32 +81,22 @@ class States:
                 "the seed", checked["seed"], self._options.seed, "pass that seed, or none to take over the saved one"
             )
         inside = checked["position"] > 0 or checked["detail"]
-        if inside and not adapter.elastic and checked["world_size"] != world.world_size:
-            _mismatch(
-                "the world size",
-                checked["world_size"],
-                world.world_size,
-                f"run on {checked['world_size']} processes ({adapter.promises.elastic_world.reason})"
-                + adapter.elsewhere,
-            )
+        # Of what each rank knows for itself, `rank_part` says which worlds can share it.
+        if inside and adapter.rank_independent and not adapter.elastic and checked["world_size"] != world.world_size:
+            adapter.refuse_world(checked["world_size"], world)
         adapter.refresh()
         if adapter.redescribed != self._redescribed:
             self._describe()
         states.compare_fingerprints(checked["fingerprint"], self._fingerprint)
-        adapter.note_saved_with(checked["fingerprint"])
+        self._warn_of_package(checked["fingerprint"])
         place = self.place(checked, world)
         adapter.expect(checked["seed"], place.epoch)
         size = adapter.size(checked["seed"], place.epoch, world, place.detail)
-        if adapter.size_is_its_ranks and world.world_size > 1:
-            if size is not None and place.position > size:
-                _mismatch("the size", f"position {place.position}", size, "use an undamaged state")
-            size = None
-        if checked["size"] != size and not (size is None and (place.at_end or adapter.size_is_its_readers)):
-            by, units = adapter.sized_by, "samples" if adapter.facts.unit == "sample" else "batches"
-            if by == "data":
-                _mismatch("the size", checked["size"], size, "use the same data, or start over with this data")
-            cure = f"this is another {by}, or its data has changed: use the saved one, or start over with this one"
-            _mismatch(f"the number of {units} that the {by} gives", checked["size"], size, cure)
+        if size is not None and place.position > size:
+            _mismatch("the size", f"position {place.position}", size, "use the data that it was saved with")
+        if None not in (size, checked["size"]) and checked["size"] != size:
+            cure = "use the data and the sampler that it was saved with, or start over with these"
+            _mismatch("the size", checked["size"], size, cure)
         begins = place.after() if place.at_end else place
         adapter.check_detail(place.detail, checked["seed"], begins.epoch, begins.position, world)
         Witness.parse(checked["witness"])

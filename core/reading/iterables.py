@@ -209,11 +209,6 @@ class IterableAdapter(Adapter):
         if driven is not None and driven.lists and self._drive(seed) is not None:
             driven.listed(seed, epoch)
 
-    @property
-    def size_is_its_readers(self) -> bool:
-        """Where a sample has deviated: a state from before has the length that the samplers suffice for."""
-        return self._varies
-
     def stated_length(self) -> int | None:
         """As the source says that divides itself."""
         return length_of(self.source) if self._own_streams else None
