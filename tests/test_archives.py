@@ -42,10 +42,6 @@ def expected(path: Path) -> list[tuple[str, int, int, bytes]]:
         ]
 
 
-def members(stretch: bytes, start: int) -> list[tuple[str, bytes]]:
-    return parse_members(lambda offset, count: stretch[offset : offset + count], len(stretch), "it", start)
-
-
 def check(path: Path) -> None:
     """The index by path and by open file, and what is read by it, are what tarfile has."""
     data = path.read_bytes()
@@ -57,7 +53,7 @@ def check(path: Path) -> None:
         for header, offset, size, (name, _, _, content) in zip(
             index.headers.tolist(), index.offsets.tolist(), index.sizes.tolist(), expected(path), strict=True
         ):
-            assert members(data[header : offset + size], header) == [(name, content)]
+            assert parse_members(data[header : offset + size], "it", header) == [(name, content)]
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -301,9 +297,9 @@ def test_a_stretch_that_does_not_end_where_its_last_file_does(tmp_path: Path) ->
     make(tmp_path / "x.tar", "ustar", ["a.x", "b.x"])
     index, data = index_tar(tmp_path / "x.tar"), (tmp_path / "x.tar").read_bytes()
     end = int(index.offsets[0] + index.sizes[0])
-    assert members(data[:end], 0) and members(data[: int(index.headers[1])], 0)
+    assert all(parse_members(data[:stop], "it", 0) for stop in (end, int(index.headers[1])))
     with pytest.raises(TarError, match="before where the index has it"):
-        members(data[: end + 1], 0)
+        parse_members(data[: end + 1], "it", 0)
 
 
 def test_names_longer_than_any_are_damage(tmp_path: Path) -> None:
@@ -392,9 +388,9 @@ def test_reading_what_is_no_member_is_refused(tmp_path: Path) -> None:
     index = index_tar(tmp_path / "x.tar")
     data = (tmp_path / "x.tar").read_bytes()
     with pytest.raises(TarError, match=r"it is damaged at byte"):
-        members(data[int(index.offsets[0]) :][:600], int(index.offsets[0]))
+        parse_members(data[int(index.offsets[0]) :][:600], "it", int(index.offsets[0]))
     with pytest.raises(TarError, match="beyond where the index has it"):
-        members(data[int(index.headers[1]) : int(index.offsets[1])], 0)
+        parse_members(data[int(index.headers[1]) : int(index.offsets[1])], "it", 0)
 
 
 def test_other_files_have_another_checksum(tmp_path: Path) -> None:

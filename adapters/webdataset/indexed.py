@@ -177,14 +177,13 @@ def _nothing() -> None:
 
 
 def _requests(run: Run, base: int, share: Share) -> Iterator[IndexedRequest]:
-    first, ranks, left = share.start, range(share.world.world_size), share.steps
+    first, ranks = share.start, range(share.world.world_size)
     asks = run if run.looks else None
     for step, (start, stop) in enumerate(spans(share)):
         last = first + share.global_batch
         if step >= share.full_steps:
             last = max(replace(share, world=World(rank, len(ranks))).span(step)[1] for rank in ranks)
-        left -= 1
-        yield IndexedRequest(run.seed, base, share.size, start, stop, first, last, run.session, left, asks)
+        yield IndexedRequest(run.seed, base, share.size, start, stop, first, last, run.session, asks)
         first, asks = first + share.global_batch, None
 
 

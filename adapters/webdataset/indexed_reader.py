@@ -16,7 +16,7 @@ from midepoch.adapters.webdataset.drawn_shards import Drawn
 from midepoch.adapters.webdataset.finish import Answer
 from midepoch.adapters.webdataset.index import Index, Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages
-from midepoch.adapters.webdataset.shards import RangeReader, Take
+from midepoch.adapters.webdataset.shards import RangeReader
 from midepoch.loader.adapter import Run, WitnessReport
 from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
 from midepoch.order.keys import derive_key, derive_keys
@@ -52,7 +52,6 @@ class IndexedRequest(NamedTuple):
         size: number of positions in the epoch. Positions from there on repeat its beginning.
         first, last: the positions of all ranks at this step, for a rank left without a sample.
         session: identifies the run.
-        left: number of that run's requests that are still to come.
         run: that asks to look at the first sample of its epoch; None for all but its first request.
     """
 
@@ -64,7 +63,6 @@ class IndexedRequest(NamedTuple):
     first: int
     last: int
     session: int
-    left: int
     run: Run | None = None
 
 
@@ -75,9 +73,9 @@ class _Samples:
         self._grouping = pipeline.grouping
         self._keys = keys
 
-    def __call__(self, take: Take, length: int, url: str, path: str, start: int) -> list[dict[str, Any]]:
-        files = self._files(parse_members(take, length, url, start), url, path)
-        return grouped(files, url, self._grouping)
+    def __call__(self, data: bytes, url: str, path: str, start: int) -> list[dict[str, Any]]:
+        """The sample of which a shard has `data` from byte `start` on. A handler may have it dropped."""
+        return grouped(self._files(parse_members(data, url, start), url, path), url, self._grouping)
 
     def _files(self, members: list[tuple[str, bytes]], url: str, path: str) -> Iterator[dict[str, Any]]:
         chosen = self._keys.chosen
@@ -134,9 +132,8 @@ class IndexedReader:
 
         def stored(sample: int) -> bytes:
             number, start, length = where(sample)
-            count = min(length, _MOST_LOOKED_AT)
-            (take,) = ranges.takers([(number, start, count)])
-            return take(0, count) + b"%d" % length
+            (read,) = ranges.reads([(number, start, min(length, _MOST_LOOKED_AT))])
+            return read() + b"%d" % length
 
         def name(sample: int) -> str:
             number, start, _ = where(sample)
@@ -173,9 +170,8 @@ class IndexedReader:
         passes, places = np.divmod(positions, self._order.size)
         samples = np.empty(len(positions), np.int64)
         keys: list[int] = []
-        cuts = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), len(positions)]
-        cuts = sorted({*cuts, *(np.flatnonzero(np.diff(passes)) + 1).tolist()})
-        for first, last in pairwise(cuts):
+        cuts = np.flatnonzero((np.diff(positions) != 1) | (np.diff(passes) != 0)) + 1
+        for first, last in pairwise([0, *cuts.tolist(), len(positions)]):
             number = int(passes[first])
             begin = int(places[first])
             samples[first:last] = self._order_of(request.seed, number)[begin : begin + last - first]
@@ -195,8 +191,8 @@ class IndexedReader:
         samples, keys = self._places(request, start, stop)
         ranges = self._index.ranges(samples)
         # This comes before any random stream begins, because a network file system may draw random numbers.
-        takers = self._ranges.takers(ranges)
-        run = functools.partial(self._run, request, start, ranges, takers, keys)
+        reads = self._ranges.reads(ranges)
+        run = functools.partial(self._run, request, start, ranges, reads, keys)
         streams = self._streams
         if streams is None:
             return run(None)
@@ -210,18 +206,18 @@ class IndexedReader:
         request: IndexedRequest,
         start: int,
         ranges: list[tuple[int, int, int]],
-        takers: list[Take],
+        reads: list[Callable[[], bytes]],
         keys: list[int],
         begin: Callable[[int], None] | None,
     ) -> Answer:
         shards, stages = self._index.shards, self._sample_stages
         survivors: list[Any] = []
         kept: list[int] = []
-        for (number, first, length), take, key in zip(ranges, takers, keys, strict=True):
+        for (number, first, _), read, key in zip(ranges, reads, keys, strict=True):
             if begin is not None:
                 begin(key)
             shard = shards[number]
-            values = run_stages(stages, self._samples(take, length, shard.url, shard.path, first))
+            values = run_stages(stages, self._samples(read(), shard.url, shard.path, first))
             survivors += values
             kept += [key] * len(values)
         if not survivors or not self._batch_stages:

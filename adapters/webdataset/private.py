@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from midepoch.packages import Package
 
-__all__ = ["BATCHED", "INFO", "SAMPLEWISE", "SHUFFLE", "UNBATCH", "cat_ranges", "path_of"]
+__all__ = ["BATCHED", "INFO", "SAMPLEWISE", "SHUFFLE", "UNBATCH", "cat_files", "path_of"]
 
 _WEBDATASET = Package("webdataset", ("webdataset",), ("1.0", "1.0"))
 _WEBDATASET.check_age("1.0")  # before, pipelines consisted of other parts
@@ -40,18 +40,20 @@ def path_of(filesystem: Any, url: str) -> Any:
     return filesystem._strip_protocol(url)
 
 
-def cat_ranges(filesystem: Any, calls: list[tuple[Any, ...]]) -> list[list[Any]]:
-    """Make several calls of ``cat_ranges`` of an asynchronous file system at once, and return their results.
+def cat_files(filesystem: Any, calls: list[tuple[str, int, int, dict[str, Any]]]) -> list[Any]:
+    """Read byte ranges, all at once if the file system is asynchronous. In place of one that fails, its exception.
 
     Args:
         filesystem: fsspec's.
-        calls: for each call, paths, starts, stops and a dict of other arguments.
+        calls: for each range, path, start, stop and other arguments of `cat_file`.
     """
+    if not filesystem.async_impl:
+        paths, starts, stops, _ = map(list, zip(*calls, strict=True))
+        return cast(list[Any], filesystem.cat_ranges(paths, starts, stops, on_error="return"))
     from fsspec.asyn import sync
 
     async def together() -> Any:
-        return await asyncio.gather(
-            *(filesystem._cat_ranges(*call[:3], on_error="return", **call[3]) for call in calls)
-        )
+        reads = (filesystem._cat_file(path, start=start, end=stop, **more) for path, start, stop, more in calls)
+        return await asyncio.gather(*reads, return_exceptions=True)
 
-    return cast(list[list[Any]], sync(filesystem.loop, together))
+    return cast(list[Any], sync(filesystem.loop, together))

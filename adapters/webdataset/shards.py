@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -18,9 +17,8 @@ from midepoch.adapters.webdataset import private
 from midepoch.errors import SourceError
 from midepoch.reading.tar import compression
 
-__all__ = ["RangeReader", "Shard", "Take", "local_path", "locate", "open_shard", "quick_identity"]
+__all__ = ["RangeReader", "Shard", "local_path", "locate", "open_shard", "quick_identity"]
 
-_WINDOW = 16 << 10  # bytes read at once: many small files with their headers, or the headers of a large one
 _OPEN_FILES = 128  # at a time in one process; the usual limit is 1024
 
 
@@ -145,14 +143,6 @@ def open_shard(shard: Shard) -> BinaryIO:
     return file
 
 
-Take = Callable[[int, int], bytes]
-"""(offset in a range, number of bytes) -> these bytes, fewer at its end."""
-
-
-def _slice(data: bytes, offset: int, count: int) -> bytes:
-    return data[offset : offset + count]
-
-
 def _filesystem(url: str) -> tuple[Any, str]:
     """fsspec's file system for a url, and the path in it. Not cached, because a forked process gets its own.
 
@@ -167,27 +157,15 @@ def _filesystem(url: str) -> tuple[Any, str]:
     return filesystem, path
 
 
-def _condition(shard: Shard) -> str:
-    """The etag on which reads of byte ranges depend. Only HTTP has such conditions.
+def _condition(filesystem: Any, shard: Shard) -> dict[str, Any]:
+    """The argument of fsspec's HTTP file system that ties a read to the shard's etag. The user's own headers are kept.
 
     Weak etags do not begin with a quote. They can be equal for different bytes, so they do not qualify (RFC 9110,
     13.1.1).
     """
-    strong = urlparse(shard.url).scheme in ("http", "https") and shard.stamp.startswith('"')
-    return shard.stamp if strong else ""
-
-
-def _headers(filesystem: Any, condition: str) -> dict[str, Any]:
-    """The argument of fsspec's HTTP file system that states the condition, with the user's own headers kept."""
-    return {"headers": {**filesystem.kwargs.get("headers", {}), "If-Match": condition}} if condition else {}
-
-
-def _fetched(filesystem: Any, calls: list[tuple[Any, ...]]) -> list[list[Any]]:
-    """Make several calls of `cat_ranges` at once, and return their results."""
-    if len(calls) == 1:
-        paths, starts, stops, more = calls[0]
-        return [filesystem.cat_ranges(paths, starts, stops, on_error="return", **more)]
-    return private.cat_ranges(filesystem, calls)
+    if urlparse(shard.url).scheme not in ("http", "https") or not shard.stamp.startswith('"'):
+        return {}
+    return {"headers": {**filesystem.kwargs.get("headers", {}), "If-Match": shard.stamp}}
 
 
 # A forked process gets copies of its parent's file systems. If fsspec dropped one, it would close its connections. That
@@ -204,13 +182,6 @@ def _pread(file: int, count: int, start: int) -> bytes:
     return data
 
 
-def _close_files(files: dict[int, int], process: int) -> None:
-    if os.getpid() == process:
-        for file in files.values():
-            os.close(file)
-    files.clear()
-
-
 class RangeReader:
     """Reads byte ranges of shards in one process. A copy in another process opens its own files.
 
@@ -220,48 +191,24 @@ class RangeReader:
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
-        self._forget()
-        self._windowed, self._window = -1, (b"", 0, 0)
+        self._files: OrderedDict[int, int] = OrderedDict()
 
-    def takers(self, ranges: Sequence[tuple[int, int, int]]) -> list[Take]:
+    def reads(self, ranges: Sequence[tuple[int, int, int]]) -> list[Callable[[], bytes]]:
         """For each range (a shard's number, a first byte, a length) a function that returns its bytes.
 
-        Remote ranges are fetched here, all at once. Local ones are read when they are requested, and large files in
-        them without another copy.
+        Remote ranges are fetched here, all at once. Local ones are read when they are asked for.
 
         Raises:
             SourceError: a shard has changed since it was indexed, or cannot be read.
         """
-        if os.getpid() != self._pid:
-            self._forget()
         remote = [each for each in ranges if not self._shards[each[0]].path]
         fetched = iter(self._read_remote(remote) if remote else ())
         return [
-            partial(self._take_local, *each)
+            partial(self._read_local, *each)
             if self._shards[each[0]].path
-            else partial(_slice, self._whole(next(fetched), *each))
+            else partial(self._whole, next(fetched), *each)
             for each in ranges
         ]
-
-    def _forget(self) -> None:
-        """Start without open files in this process. Files that are opened later are closed with this reader."""
-        self._files: OrderedDict[int, int] = OrderedDict()
-        self._pid = os.getpid()
-        self._closed = weakref.finalize(self, _close_files, self._files, self._pid)
-        self._closed.atexit = False  # the system closes them then
-
-    def _take_local(self, number: int, start: int, length: int, offset: int, count: int) -> bytes:
-        """Bytes of a range. Small neighbouring files are read at once."""
-        window, first, last = self._window
-        begin = start + offset
-        if self._windowed == number and first <= begin and begin + count <= last:
-            return window[begin - first : begin - first + count]
-        count = min(count, length - offset)
-        if count > _WINDOW:
-            return self._read_local(number, begin, count)
-        window = self._read_local(number, begin, min(_WINDOW, length - offset))
-        self._windowed, self._window = number, (window, begin, begin + len(window))
-        return window[:count]
 
     def _whole(self, data: bytes, number: int, start: int, length: int) -> bytes:
         if len(data) != length:
@@ -311,19 +258,12 @@ class RangeReader:
 
     def _read_remote(self, ranges: list[tuple[int, int, int]]) -> list[bytes]:
         filesystem, _ = _filesystem(self._shards[ranges[0][0]].url)
-        answers: list[Any] = [None] * len(ranges)
-        groups: dict[str, list[int]] = {}
-        for place, (number, _, _) in enumerate(ranges):
-            groups.setdefault(_condition(self._shards[number]), []).append(place)
         calls = []
-        for condition, places in groups.items():
-            asked = [ranges[place] for place in places]
-            paths = [private.path_of(filesystem, self._shards[number].url) for number, _, _ in asked]
-            starts, stops = [start for _, start, _ in asked], [start + length for _, start, length in asked]
-            calls.append((paths, starts, stops, _headers(filesystem, condition)))
-        for places, given in zip(groups.values(), _fetched(filesystem, calls), strict=True):
-            for place, answer in zip(places, given, strict=True):
-                answers[place] = answer
+        for number, start, length in ranges:
+            shard = self._shards[number]
+            path = private.path_of(filesystem, shard.url)
+            calls.append((path, start, start + length, _condition(filesystem, shard)))
+        answers = private.cat_files(filesystem, calls)
         for answer, (number, start, _) in zip(answers, ranges, strict=True):
             if not isinstance(answer, BaseException):
                 continue
@@ -338,10 +278,10 @@ class RangeReader:
 
     def close(self) -> None:
         """Close the files of this process."""
-        _close_files(self._files, self._pid)
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    __del__ = close  # a forked process has descriptors of its own
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_shards": self._shards}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_shards"])  # type: ignore[misc]  # start without open files in this process
+        return {**self.__dict__, "_files": OrderedDict()}

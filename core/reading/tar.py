@@ -313,12 +313,11 @@ def walk(
         sound, pending = place, _Pending()
 
 
-def parse_members(take: Callable[[int, int], bytes], length: int, archive: str, start: int) -> list[tuple[str, bytes]]:
+def parse_members(data: bytes, archive: str, start: int) -> list[tuple[str, bytes]]:
     """The names and contents of the regular files in a byte range that begins and ends with complete members.
 
     Args:
-        take: (offset in the range, number of bytes) -> these bytes, fewer at its end.
-        length: of the range. Its last member need not be padded.
+        data: all bytes of the range. Its last member need not be padded.
         archive: its name, for errors.
         start: the byte of the archive at which the range begins, for errors.
 
@@ -326,15 +325,15 @@ def parse_members(take: Callable[[int, int], bytes], length: int, archive: str, 
         TarError: it is not such a range.
     """
     found: list[tuple[str, bytes]] = []
-    place, end, pending = 0, 0, None
+    place, end, pending, length = 0, 0, None, len(data)
     while place < length:
         try:
-            name, size, kind = _parse_known_header(take(place, BLOCK))
+            name, size, kind = _parse_known_header(data[place : place + BLOCK])
             is_folder = kind == tarfile.AREGTYPE and name.endswith(b"/")
             place += BLOCK
             if kind in _EXTENSIONS:
                 pending = pending or _Pending()
-                pending.add(kind, take(place, padded(size)), size)
+                pending.add(kind, data[place : place + padded(size)], size)
                 place += padded(size)
                 continue
         except ValueError as error:
@@ -344,10 +343,9 @@ def parse_members(take: Callable[[int, int], bytes], length: int, archive: str, 
             size = size if pending.size is None else pending.size
             pending = None
         if kind in _REGULAR and not is_folder:
-            content = take(place, size)
-            if len(content) < size or place + size > length:
+            if place + size > length:
                 raise TarError(archive, start + place, "a file ends beyond where the index has it")
-            found.append((name.decode("utf-8", "surrogateescape"), content))
+            found.append((name.decode("utf-8", "surrogateescape"), data[place : place + size]))
         end = place + size
         place += padded(size)
     if length not in (end, place):
