@@ -1453,13 +1453,17 @@ def test_worker_processes_leave_the_connections_of_their_parent_alone(tmp_path: 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_streams_leave_out_no_more_than_the_pipeline_by_itself(urls: list[str], workers: int) -> None:
+def test_streams_leave_out_no_more_than_the_pipeline_by_itself(tmp_path: Path, workers: int) -> None:
+    """Of these shards, two workers leave out 2 samples. Dealt in another way, they would leave out 6."""
+    urls = make_shards(tmp_path / "unequal", [10, 9, 3])
+
     def make() -> Any:
-        stages = wds.WebDataset([f"pipe:cat {url}" for url in urls], shardshuffle=False).map(number)
-        batches = stages.batched(5, collation_fn=list, partial=False)
+        stages = wds.WebDataset([f"pipe:cat {url}" for url in urls], shardshuffle=9).map(number)
+        batches = stages.batched(4, collation_fn=list, partial=False)
         loader = DataLoader(batches, batch_size=None, num_workers=workers, collate_fn=sources.as_it_is)
         return loader if workers else batches
 
     with midepoch.wrap(make(), seed=1, world=World()) as loader:
-        counts = [len(list(loader)) for _ in range(2)]
-    assert counts == [len(list(make()))] * 2
+        epochs = [list(loader) for _ in range(6)]
+    assert {len(epoch) for epoch in epochs} == {len(list(make()))} == {5}
+    assert len({str(epoch) for epoch in epochs}) > 1

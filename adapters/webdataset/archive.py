@@ -22,20 +22,31 @@ from midepoch.reading.tar import TarError, padded, walk
 __all__ = ["ShardReader"]
 
 _LOG = logging.getLogger("midepoch.webdataset")
-_PIECE = 1 << 20  # bytes read at once when skipping
+_PIECE = 1 << 16  # bytes read at once
 _BEGINNING = 64 << 10  # bytes of a shard that its mark covers at most
 
 
-def _exactly(read: Callable[[int], bytes], count: int) -> bytes:
-    """Read `count` bytes, fewer at the end, in whatever pieces they come."""
-    data = read(count)
-    if len(data) == count or not data:
-        return data
-    parts, missing = [data], count - len(data)
-    while missing and (data := read(missing)):
-        parts.append(data)
-        missing -= len(data)
-    return b"".join(parts)
+class _Pieces(io.RawIOBase):
+    """A stream of bytes, in whatever pieces its `read` gives them."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stream.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+_COMPRESSED: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
+    (b"\x1f\x8b", lambda file: gzip.GzipFile(fileobj=file)),
+    (b"BZh", bz2.BZ2File),
+    (b"\xfd7zXZ\x00", lzma.LZMAFile),
+)
+_BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 class _Bytes:
@@ -47,14 +58,13 @@ class _Bytes:
 
     def __init__(self, stream: Any) -> None:
         self.beginning = bytearray()
-        self._raw = stream
-        head = _exactly(stream.read, 6)
-        whole = _Prefixed(head, stream)
-        self._stream = next((decompress(whole) for magic, decompress in _COMPRESSED if head.startswith(magic)), whole)
+        self._raw, file = stream, io.BufferedReader(_Pieces(stream), _PIECE)
+        head = file.peek(6)
+        self._file = next((decompress(file) for magic, decompress in _COMPRESSED if head.startswith(magic)), file)
 
     def read(self, count: int) -> bytes:
         """Read `count` bytes, fewer at the end."""
-        data = _exactly(self._stream.read, count)
+        data: bytes = self._file.read(count)
         if len(self.beginning) < _BEGINNING:
             self.beginning += data[: _BEGINNING - len(self.beginning)]
         return data
@@ -92,32 +102,6 @@ def _mark_of(beginning: bytearray, keys: Keys) -> int:
             mark = zlib.crc32(f"{member.name}/{member.size}/".encode("utf-8", "surrogateescape"), mark)
             mark = zlib.crc32(beginning[member.offset : member.offset + member.size], mark)
     return mark
-
-
-class _Prefixed:
-    """A byte stream with some bytes put back before it."""
-
-    def __init__(self, head: bytes, stream: Any) -> None:
-        self._head, self._stream = head, stream
-
-    def read(self, count: int = -1) -> bytes:
-        if self._head:
-            count = len(self._head) if count < 0 else count
-            head, self._head = self._head[:count], self._head[count:]
-            return head
-        data: bytes = self._stream.read(count)
-        return data
-
-    def seekable(self) -> bool:
-        return False
-
-
-_COMPRESSED: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
-    (b"\x1f\x8b", lambda file: gzip.GzipFile(fileobj=file)),
-    (b"BZh", bz2.BZ2File),
-    (b"\xfd7zXZ\x00", lzma.LZMAFile),
-)
-_BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 class ShardReader:

@@ -1,14 +1,10 @@
-"""A bar on standard error while something has to be read before the first batch comes."""
+"""A bar on standard error while shards are indexed."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from typing import Any
-
 from tqdm import tqdm
 
-__all__ = ["Bar", "counted"]
+__all__ = ["Bar"]
 
 _PATIENCE = 0.5  # seconds before a bar appears
 
@@ -34,17 +30,3 @@ class Bar(tqdm):
             delay=_PATIENCE,
             disable=None if progress is None else not progress,  # None: shown on a terminal
         )
-
-
-def counted(given: Iterator[Any], count: int, what: str, unit: str, progress: bool | None) -> Iterator[Any]:
-    """The same items, the first `count` of which a bar counts. Those after them cost nothing more."""
-    if count <= 0 or progress is False:
-        return given
-    return itertools.chain(_first(given, count, what, unit, progress), given)
-
-
-def _first(given: Iterator[Any], count: int, what: str, unit: str, progress: bool | None) -> Iterator[Any]:
-    with Bar(count, what, unit, progress) as bar:
-        for item in itertools.islice(given, count):
-            bar.update()
-            yield item

@@ -7,10 +7,7 @@ whole stream is refused.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
-import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -160,7 +157,7 @@ def _take_shards(steps: list[_Step], found: Pipeline) -> list[_Step]:
         elif isinstance(stage, _End):
             raise UnsupportedSourceError("with_epoch or repeat on a list of shards: put it after the samples")
         elif not _note_shuffle(stage, found, None):
-            if not any(_may_read(step.stage) for step in _before_samples(steps[place + 1 :])):
+            if not any(_is_opener(step.stage) for step in steps[place:]):
                 raise _own_reader(stage)
             raise _refuse(
                 stage,
@@ -187,11 +184,9 @@ def _take_urls(steps: list[_Step], found: Pipeline) -> bool:
     elif type(stage) is shardlists.ResampledShards:
         drawn = "with replacement"
     elif not drawn:
-        if not any(_may_read(step.stage) for step in _before_samples(steps[1:])):
-            raise _refuse(stage, "gives samples and not shards", "store them in shards")
         raise _refuse(
             stage,
-            "gives shards in an order that midepoch cannot compute",
+            "does not give shards in an order that midepoch can compute",
             f"begin with wds.SimpleShardList(urls), or say how it draws from its list .urls: {_name_of(stage)}.draws = "
             "'once', each shard once in a pass, or 'with replacement'",
         )
@@ -285,15 +280,6 @@ def _is_opener(stage: Any) -> bool:
     )
 
 
-def _before_samples(steps: list[_Step]) -> Iterator[_Step]:
-    return itertools.takewhile(lambda step: _function_of(step.stage) not in private.SAMPLEWISE, steps)
-
-
-def _may_read(stage: Any) -> bool:
-    """Whether it opens shards, or is the user's own."""
-    return _is_opener(stage) or not getattr(_function_of(stage), "__module__", "").startswith("webdataset.")
-
-
 def _take_reading(steps: list[_Step], found: Pipeline) -> list[_Step]:
     """Take the stages that open shards and make samples of files, and return the others."""
     first = steps[0].stage
@@ -303,39 +289,27 @@ def _take_reading(steps: list[_Step], found: Pipeline) -> list[_Step]:
         handler = {"handler": arguments["handler"]} if "handler" in arguments else {}
         found.opener = functools.partial(tariterators.url_opener, **handler)
         found.reading, found.grouping = arguments, handler
-        rest = steps[1:]
-    else:
-        found.opener = first
-        if function is tariterators.url_opener:
-            found.opener = functools.partial(function, **_arguments_of(first, "handler"))
-        wanted = (tariterators.tar_file_expander, tariterators.group_by_keys)
-        got = [_function_of(step.stage) for step in steps[1:3]]
-        for place, each in enumerate(wanted):
-            if place >= len(got) or got[place] is not each:
-                raise _own_reader(steps[min(place + 1, len(steps) - 1)].stage)
-        found.reading = _arguments_of(steps[1].stage, "handler", "select_files", "rename_files", "eof_value")
-        found.grouping = _arguments_of(steps[2].stage, "keys", "lcase", "suffixes", "handler")
-        if found.reading.pop("eof_value", {}) is None:
-            raise _refuse(steps[1].stage, "lets a sample continue in the next shard", "leave out eof_value=None")
-        rest = steps[3:]
-    return rest
+        return steps[1:]
+    found.opener = first
+    if function is tariterators.url_opener:
+        found.opener = functools.partial(function, **_arguments_of(first, "handler"))
+    for place, wanted in enumerate((tariterators.tar_file_expander, tariterators.group_by_keys), 1):
+        if place == len(steps) or _function_of(steps[place].stage) is not wanted:
+            raise _own_reader(steps[min(place, len(steps) - 1)].stage)
+    found.reading = _arguments_of(steps[1].stage, "handler", "select_files", "rename_files", "eof_value")
+    found.grouping = _arguments_of(steps[2].stage, "keys", "lcase", "suffixes", "handler")
+    if found.reading.pop("eof_value", {}) is None:
+        raise _refuse(steps[1].stage, "lets a sample continue in the next shard", "leave out eof_value=None")
+    return steps[3:]
 
 
 def _own_reader(stage: Any) -> UnsupportedSourceError:
-    """The error for a stage from shards to samples, with the line to write and, in another's module, where."""
-    handler = _arguments_of(stage).get("handler")
-    if handler is None:
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            handler = inspect.signature(_function_of(stage)).parameters["handler"].default
-    given = str(getattr(handler, "__name__", ""))
-    line = f"wds.tarfile_to_samples({f'handler={given}' if given.isidentifier() else ''})"
-    module, name = getattr(stage, "__module__", ""), getattr(stage, "__name__", "")
-    elsewhere = module != "__main__" and getattr(sys.modules.get(module), name, None) is stage
+    """The error for a stage from shards to samples, with the line to write."""
+    given = str(getattr(_arguments_of(stage).get("handler"), "__name__", ""))
     return _refuse(
         stage,
         "makes samples of shards itself, and midepoch cannot see where in a shard one begins",
-        f"write {line} in its place"
-        + (f", by an assignment to {module}.{name} if that is not yours to change" if elsewhere else ""),
+        f"write wds.tarfile_to_samples({f'handler={given}' if given.isidentifier() else ''}) in its place",
     )
 
 

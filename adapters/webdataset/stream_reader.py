@@ -27,7 +27,6 @@ class StreamRequest(NamedTuple):
         seed: of the order and of the random streams.
         stream: number of the stream.
         cursor: its position when the session began.
-        batches: number of earlier batches in the session from this stream.
         last_pass: the pass with which it ends; None for none.
     """
 
@@ -36,7 +35,6 @@ class StreamRequest(NamedTuple):
     seed: int
     stream: int
     cursor: Cursor
-    batches: int
     last_pass: int | None
 
 
@@ -45,13 +43,13 @@ class StreamBatch(NamedTuple):
 
     Attributes:
         ended: nothing was left.
-        began: the mark of the shard in which the stream began.
+        began: as of the stream.
     """
 
     answer: Answer
     cursor: Cursor
     ended: bool
-    began: int
+    began: tuple[str, int]
 
 
 class StreamedReader:
@@ -69,7 +67,7 @@ class StreamedReader:
         self._batch_size, self._drop_last = pipeline.batch_size or 1, pipeline.drop_last
         self._refill = refill
         self._random_streams = Streams(self._sample_stages, self._batch_stages, keys) if randomness else None
-        self._open: dict[int, tuple[int, int, Stream]] = {}  # session, batches taken, the stream
+        self._open: dict[int, tuple[int, Stream]] = {}  # with its session
         self._session: int | None = None
 
     def __call__(self, request: StreamRequest) -> StreamBatch:
@@ -77,40 +75,35 @@ class StreamedReader:
         if self._random_streams is not None and self._session != request.session:
             self._session = request.session
             self._random_streams.begin_pass()
-        session, count, stream = self._open.pop(request.stream, (0, 0, None))
-        if stream is None or session != request.session or count > request.batches:
+        session, stream = self._open.pop(request.stream, (0, None))
+        if stream is None or session != request.session:
             if stream is not None:
                 stream.close()
-            count = 0
             layout = self._layout._replace(streams=request.streams)
             stream = Stream(self._shards, layout, request.seed, request.stream, request.cursor, request.last_pass)
-        while True:
-            batch = self._next(stream)
-            count += 1
-            if count > request.batches or batch.ended:
-                break
-        self._open[request.stream] = (request.session, count, stream)
+        batch = self._next(stream)
+        self._open[request.stream] = (request.session, stream)  # unless reading fails, which ends the session
         return batch
 
     def _next(self, stream: Stream) -> StreamBatch:
         survivors: list[Any] = []
         keys: list[int] = []
         read: list[tuple[int, dict[str, Any]]] = []
-        began = stream.cursor.passes
-        while True:
+        passes, enough = stream.cursor.passes, self._batch_size if self._refill else 1
+        while len(survivors) < enough:
+            missing = self._batch_size - len(survivors)
             # Reading shards may draw random numbers, so it comes before any random stream begins.
-            raws = list(itertools.islice(stream, self._batch_size - (len(survivors) if self._refill else 0)))
+            raws = list(itertools.islice(stream, missing))
+            if self._drop_last and len(raws) < missing:
+                survivors = []
+                break
             if not raws:
                 break
-            if len(raws) < self._batch_size and self._drop_last and not self._refill:
-                return StreamBatch(Answer([], []), stream.cursor, True, stream.began)
             self._run(raws, survivors, keys)
             read += raws
-            if survivors and (not self._refill or len(survivors) >= self._batch_size):
-                break
-            if not survivors and stream.cursor.passes > began + 1:
+            if not survivors and stream.cursor.passes > passes + 1:
                 raise SourceError("the stages dropped every sample of a whole pass: make them keep some")
-        if not survivors or (self._refill and self._drop_last and len(survivors) < self._batch_size):
+        if not survivors:
             return StreamBatch(Answer([], []), stream.cursor, True, stream.began)
         answer = self._batched(survivors, keys)
         if self._random_streams is not None and self._random_streams.made_late():

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 from midepoch.adapters.webdataset.finish import Finish
 from midepoch.adapters.webdataset.index import Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline
-from midepoch.adapters.webdataset.progress import counted
 from midepoch.adapters.webdataset.shards import quick_identity
 from midepoch.adapters.webdataset.stream_reader import StreamBatch, StreamedReader, StreamRequest
 from midepoch.adapters.webdataset.streams import Cursor, Cursors, Layout, parse_cursors
@@ -51,14 +50,15 @@ class StreamedAdapter(Adapter):
     def __init__(self, source: Any, options: Options, pipeline: Pipeline, keys: Keys, reason: str) -> None:
         super().__init__(source, options)
         self._pipeline, self._reason = pipeline, reason
-        shards = len(pipeline.urls)
-        layout = Layout(1, shards, pipeline.shuffles, max(1, pipeline.buffer), pipeline.draws)
         stated: int | None = options.settings.get("streams")
         self._is_stated = stated is not None
         # A stream leaves out what does not fill its last batch, and so does each worker of a plain pipeline. So there
-        # are no more streams than readers, unless the user says so.
-        leaves_out = pipeline.drop_last and pipeline.limit is None and not pipeline.draws
+        # are no more streams than readers, unless the user says so, and each keeps its shards.
+        leaves_out = pipeline.drop_last and pipeline.limit is None and pipeline.draws is None
         self._usual = (1,) if leaves_out else _STREAMS
+        layout = Layout(
+            1, len(pipeline.urls), pipeline.shuffles, max(1, pipeline.buffer), pipeline.draws, fixed=leaves_out
+        )
         self._layout = layout._replace(streams=stated or next(n for n in self._usual if n <= max(1, layout.places)))
         self._streams = self._layout.streams  # of the open session, or of the last one
         # Each stream batches by itself.
@@ -242,20 +242,16 @@ class StreamedAdapter(Adapter):
         cursors = {stream: place.cursors.get(stream, Cursor(run.epoch)) for stream in own}
         others = any(cursor.passes == run.epoch for stream, cursor in place.cursors.items() if stream not in cursors)
         place = Cursors(place.following, size, cursors, 0 if streams == self._layout.streams else streams)
-        known = _Known(
-            self._pipeline.urls, self._layout._replace(streams=streams), run.seed, cursors, self.options.verify
-        )
-        session = _StreamedSession(self._finish, place, streams, world, left, known, limit is not None)
-        session.others_go_on = limit is None and others
-        self._finish.begin_pass()
         requests = _requests(run, place, streams, run.epoch if limit is None else None, left)
         answers: Iterator[StreamBatch] = map(self._reader, requests)
         close: Callable[[], None] = _nothing
         if self._server is not None:
             answers, close = self._server(self._reader, requests, run)
-        again = sum(1 for cursor in cursors.values() if cursor.mark)
-        progress = self.options.settings.get("progress")
-        session.begin(counted(answers, again, "finding the places of streams", "stream", progress), close)
+        self._finish.begin_pass()
+        session = _StreamedSession(answers, close, self._finish, world, place, streams, left)
+        session.continues = limit is not None
+        session.others_go_on = limit is None and others
+        session.verify = self.options.verify
         return session
 
     def _shared_by(self, run: Run, place: Cursors) -> int:
@@ -307,58 +303,39 @@ def _requests(
     run: Run, place: Cursors, streams: int, last_pass: int | None, left: int | None
 ) -> Iterator[StreamRequest]:
     world = run.world
-    counts: dict[int, int] = {}
     for step in itertools.count() if left is None else range(left):
         stream = (place.following + step * world.world_size + world.rank) % streams
-        count = counts.get(stream, 0)
-        counts[stream] = count + 1
-        yield StreamRequest(run.session, streams, run.seed, stream, place.cursors[stream], count, last_pass)
-
-
-class _Known:
-    """Compares the shards in which streams began with the marks in their cursors, before a batch of them is given."""
-
-    def __init__(self, urls: list[str], layout: Layout, seed: int, cursors: dict[int, Cursor], verify: Verify) -> None:
-        self._urls, self._layout, self._seed, self._verify = urls, layout, seed, verify
-        marked = {} if verify == "off" else cursors
-        self.left = {stream: cursor for stream, cursor in marked.items() if cursor.mark}
-        self._told = False
-
-    def compare(self, stream: int, began: int) -> None:
-        """Raise StateMismatchError, or warn once, if the stream's shard has another content now."""
-        cursor = self.left.get(stream)
-        if cursor is not None and began not in (0, cursor.mark) and not self._told:
-            number = self._layout.dealt(self._seed, cursor.passes, stream)[0][cursor.place]
-            tell_of_another(f"the beginning of {self._urls[number]}", self._verify)
-            self._told = True
-        self.left.pop(stream, None)
+        yield StreamRequest(run.session, streams, run.seed, stream, place.cursors[stream], last_pass)
 
 
 class _StreamedSession(Session):
-    """This rank's batches. A bookmark holds the cursors of its streams, and which stream is next."""
+    """This rank's batches. A bookmark holds the cursors of its streams, and which stream is next.
+
+    Attributes:
+        continues: the next epoch continues where this one ends.
+        verify: what to do if the shard in which a stream begins is another than when the cursor was made.
+    """
 
     bookmarks = True
+    continues = False
+    verify: Verify = "off"
 
     def __init__(
         self,
+        answers: Iterator[StreamBatch],
+        close: Callable[[], None],
         finish: Finish,
+        world: World,
         place: Cursors,
         streams: int,
-        world: World,
         left: int | None,
-        known: _Known,
-        continues: bool,
     ) -> None:
-        self._finish, self._place, self._streams, self._world, self._left = finish, place, streams, world, left
-        self._continues = continues
+        self._answers, self._close, self._finish, self._world = answers, close, finish, world
+        self._place, self._streams, self._left = place, streams, left
         self._cursors = dict(place.cursors)
         self._following = place.following
-        self._known = known
+        self._unseen = {stream: cursor.mark for stream, cursor in place.cursors.items() if cursor.mark}
         self._ended_in_a_row = 0
-
-    def begin(self, answers: Iterator[StreamBatch], close: Callable[[], None]) -> None:
-        """Set the reader's answers to hand out."""
-        self._answers, self._close = answers, close
 
     def take(self) -> Any:
         """The next batch that is not empty."""
@@ -375,8 +352,8 @@ class _StreamedSession(Session):
                 raise StopIteration
             batch = next(self._answers)
             stream = (self._following + self._world.rank) % self._streams
-            if self._known.left:
-                self._known.compare(stream, batch.began)
+            if self._unseen:
+                self._compare(self._unseen.pop(stream, 0), *batch.began)
             self._following = (self._following + self._world.world_size) % self._streams
             self._cursors[stream] = batch.cursor
             if not batch.ended:
@@ -392,6 +369,12 @@ class _StreamedSession(Session):
             self._finish.check(values, self._world)
         return values
 
+    def _compare(self, mark: int, url: str, now: int) -> None:
+        """Raise StateMismatchError, or warn once, if the shard in which a stream began has another content now."""
+        if self.verify != "off" and mark and now not in (0, mark):
+            self._unseen.clear()
+            tell_of_another(f"the beginning of {url}", self.verify)
+
     def bookmark(self) -> Cursors:
         """The cursors of this rank's streams."""
         return Cursors(self._following, self._place.size, dict(self._cursors), self._place.streams)
@@ -402,7 +385,7 @@ class _StreamedSession(Session):
 
     def next_epoch_detail(self) -> str:
         """The cursors at which the next epoch continues; one that is a pass begins anew."""
-        if self._continues:  # with the next epoch's own size, which follows from the world then
+        if self.continues:  # with the next epoch's own size, which follows from the world then
             return str(Cursors(self._following, 0, dict(self._cursors), self._place.streams))
         return str(Cursors(0, 0, {}, self._place.streams)) if self._place.streams else ""
 

@@ -21,7 +21,8 @@ from midepoch.randomness.streams import Purpose
 __all__ = ["Cursor", "Cursors", "Layout", "Stream", "parse_cursors"]
 
 _FIRST_STRETCH = 128  # samples; the first stretches are short, so that a pass begins soon
-_SHUFFLE = int.from_bytes(b"stretch", "big")
+# A constant for each use of a key, so that no two share one.
+_SHARDS, _SHUFFLE = (int.from_bytes(word, "big") for word in (b"shards", b"stretch"))
 
 
 class Cursor(NamedTuple):
@@ -96,6 +97,8 @@ class Layout(NamedTuple):
         shuffles: whether shards are shuffled in each pass.
         buffer: number of samples in a stretch, which are shuffled together; 1 for no shuffle.
         draws: how shards are drawn with replacement; None if each of them comes once in a pass.
+        fixed: whether a stream reads the same shards in each pass, as a worker of the plain pipeline does. So it has as
+            many full batches.
     """
 
     streams: int
@@ -103,6 +106,7 @@ class Layout(NamedTuple):
     shuffles: bool
     buffer: int
     draws: ShardDraws | None = None
+    fixed: bool = False
 
     @property
     def places(self) -> int:
@@ -115,12 +119,15 @@ class Layout(NamedTuple):
         Returns:
             numbers of the shards, n, and the remainder of its samples' ordinals modulo n.
         """
-        order = _pass(self._replace(streams=0), seed, passes)
-        if len(order) >= self.streams:
-            return order[stream :: self.streams], 1, 0
-        own = stream % len(order)
-        sharing = len(range(own, self.streams, len(order)))
-        return order[own : own + 1], sharing, stream // len(order)
+        order = list(range(self.shards)) if self.fixed else _pass(self._replace(streams=0), seed, passes)
+        if len(order) < self.streams:
+            own = stream % len(order)
+            return order[own : own + 1], len(range(own, self.streams, len(order))), stream // len(order)
+        dealt = order[stream :: self.streams]
+        if self.fixed and self.shuffles:
+            places = Shuffled(len(dealt)).epoch(derive_key(_SHARDS, seed, stream), passes)[:]
+            dealt = [dealt[place] for place in places.tolist()]
+        return dealt, 1, 0
 
     def stretch_length(self, number: int) -> int:
         """The number of samples in a stretch."""
@@ -152,7 +159,7 @@ class Stream:
     """Reads one stream from a cursor on. `last_pass`: where it ends, None for no end.
 
     Attributes:
-        began: the mark of the shard in which it began; 0 if no sample of it was read.
+        began: the url and the mark of the shard in which it began; 0 if no sample of it was read.
     """
 
     def __init__(
@@ -161,7 +168,7 @@ class Stream:
         self._shards, self._layout, self._seed, self._stream = shards, layout, seed, stream
         self._last_pass = last_pass
         self.cursor = cursor
-        self.began = 0
+        self.began = ("", 0)
         self._stretch: list[Raw] = []
         self._order: list[int] = []
         self._source: Iterator[Raw] = iter(())
@@ -191,7 +198,7 @@ class Stream:
             number = numbers[place]
             for begin, count, sample in self._shards.samples(number, offset, ordinal):
                 if begins and place == cursor.place:
-                    self.began, begins = marks[number], False
+                    self.began, begins = (sample["__url__"], marks[number]), False
                 if count % every == remainder:
                     yield Raw(place, begin, count, number, marks[number], sample)
             offset = ordinal = 0
