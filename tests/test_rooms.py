@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # From the ground up: a room imports rooms that stand before it, and none of its own line.
 FLOORS = (
-    ("errors", "backends"),
+    ("errors", "backends", "summary"),
     ("world", "packages", "attributes"),
     ("sharding", "order"),
     ("state",),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import multiprocessing
 import os
 import re
@@ -18,6 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext, DefaultContext, SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
@@ -29,10 +31,11 @@ from typing import Any, Protocol, Self
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from ..errors import SourceError, UnsupportedSourceError
+from ..errors import SourceError, UnsupportedSourceError, warn
 from ..loader.adapter import Options, Run
 from ..order.keys import TORCH_KEYS, derive_key
 from ..randomness.streams import Purpose
+from ..summary import changed_paths, summarize
 from .private import (
     alive,
     end_when_collected,
@@ -47,6 +50,8 @@ if sys.platform != "win32":
 
 __all__ = ["Server", "WorkerAnswers", "raise_if_worker_died", "signals_in_hand", "workers_outlive_signals"]
 
+_logger = logging.getLogger("midepoch")
+_RESTARTS = 3  # of kept workers in a row, after which a warning says so
 
 signals_in_hand: set[int] = set()
 """Signals that this process handles at its next batch. Its worker processes survive them."""
@@ -83,22 +88,14 @@ class Server:
     def __init__(self, loader: DataLoader[Any], options: Options) -> None:
         self._loader = loader
         self._streams = options.streams
-        self._persistent: dict[tuple[int, int], DataLoader[Any]] = {}  # by process: a forked one has no workers
+        self._persistent: dict[tuple[int, int], _Kept] = {}  # by process: a forked one has no workers
 
     def __call__(self, reader: Reader, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
         """The answers of `reader`, in the order of `requests`, and a function that stops."""
         theirs = self._loader
         if theirs.num_workers == 0 and not (theirs.pin_memory and torch.accelerator.is_available()):
             return map(reader, requests), _nothing
-        here = os.getpid(), id(reader)
-        ours = self._persistent.get(here)
-        if ours is not None and not alive(kept := kept_iterator(ours)):
-            shut_down(kept)
-            ours = None
-        if ours is None:
-            ours = self._make(reader)
-            if theirs.persistent_workers:
-                self._persistent[here] = ours
+        ours = self._kept(reader) if theirs.persistent_workers else self._make(reader)
         sampler = ours.sampler
         assert isinstance(sampler, _Requests)  # _make's
         asked = _SessionRequests(requests)
@@ -110,6 +107,27 @@ class Server:
             answers = iter(ours)
         stop = _nothing if theirs.persistent_workers else functools.partial(shut_down, answers)
         return WorkerAnswers(answers, requests=asked), stop
+
+    def _kept(self, reader: Reader) -> DataLoader[Any]:
+        """A DataLoader whose workers stay. They start anew if one has died, or what they read has changed."""
+        here, theirs = (os.getpid(), id(reader)), self._loader
+        held = summarize(
+            dataset=reader.dataset, collate_fn=theirs.collate_fn, worker_init_fn=theirs.worker_init_fn
+        )
+        kept, restarts = self._persistent.get(here), 0
+        if kept is not None:
+            changed = changed_paths(kept.held, held)
+            iterator = kept_iterator(kept.loader)
+            if alive(iterator) and not changed:
+                kept.restarts = 0
+                return kept.loader
+            shut_down(iterator)
+            if changed:
+                restarts = kept.restarts + 1
+                _tell_of_restart(changed, restarts)
+        ours = self._make(reader)
+        self._persistent[here] = _Kept(ours, held, restarts)
+        return ours
 
     def _make(self, reader: Reader) -> DataLoader[Any]:
         theirs = self._loader
@@ -131,13 +149,38 @@ class Server:
 
     def close(self) -> None:
         """End worker processes that outlive a session."""
-        for (process, _), ours in self._persistent.items():
+        for (process, _), kept in self._persistent.items():
             if process == os.getpid():
-                shut_down(kept_iterator(ours))
-        self._persistent = {here: ours for here, ours in self._persistent.items() if here[0] != os.getpid()}
+                shut_down(kept_iterator(kept.loader))
+        self._persistent = {here: kept for here, kept in self._persistent.items() if here[0] != os.getpid()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_persistent": {}}
+
+
+@dataclass
+class _Kept:
+    """Workers that outlive a session.
+
+    Attributes:
+        loader: whose workers they are.
+        held: the summary of what they read, as it was when they started.
+        restarts: how often in a row a pass began after a change of it.
+    """
+
+    loader: DataLoader[Any]
+    held: dict[str, int]
+    restarts: int
+
+
+def _tell_of_restart(changed: list[str], restarts: int) -> None:
+    names = f"{', '.join(changed[:3])}{' and more' if len(changed) > 3 else ''}"
+    _logger.info("%s changed after the kept workers had started, so they start anew", names)
+    if restarts == _RESTARTS:
+        warn(
+            f"the kept workers have started anew {restarts} times in a row, because {names} changed before each pass: "
+            "put what changes into shared memory (torch.Tensor.share_memory_), or leave persistent_workers out"
+        )
 
 
 class _WorkerError(SourceError, RuntimeError):

@@ -1,0 +1,271 @@
+"""A bounded summary of a user's objects, which runs none of their code and reads none of their data.
+
+It tells whether a program has changed what a reader holds. Bounds are counts, so that the same objects give the same
+summary on each machine; what they cut off lies deepest.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import os
+import pathlib
+import random
+import re
+import sys
+import types
+import zlib
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+__all__ = ["CUT_OFF", "HERE", "changed_paths", "summarize"]
+
+HERE = "#"
+"""Ends a path whose value means something in this process alone: an address, a version, the length of a cache."""
+
+CUT_OFF = "..." + HERE
+"""In a summary that has met a bound."""
+
+_MOST_OBJECTS = 600  # that are entered
+_MOST_PATHS = 800
+_DEEPEST = 10
+_SMALL = 64  # members of a container whose members are entered
+_PLACES = 32  # of a larger one, or of an array, that are read
+_SMALL_ARRAY = 1 << 14  # bytes that are read whole
+_LONGEST_TEXT = 4096  # characters that are read whole
+_LARGEST_INT = 1 << 24  # larger ones are seeds, hashes or addresses
+
+_SCALARS = (bool, int, float, complex, str, bytes)  # not None: it is what is filled when it is first needed
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
+_ARRAYS = (np.ndarray, torch.Tensor)
+_WITHOUT_CLASS = (
+    dict, list, tuple, set, frozenset, deque, type, types.FunctionType, types.MethodType, *_ARRAYS,
+)  # fmt: skip
+_LEFT_OUT = frozenset({"_parameters", "_buffers", "_abc_impl"})  # training and reading move them
+_STANDARD = sys.stdlib_module_names - {"__main__"}
+_ENTERED = (dict, OrderedDict, defaultdict, functools.partial, types.SimpleNamespace)  # of the standard library
+_PLAIN_BASES = frozenset({"builtins", "abc", "typing", "collections", "enum", "functools", "dataclasses", "types"})
+_OF_ONE_MACHINE = re.compile(r"[/\\]|^~|^[0-9a-fA-F-]{16,}$")  # a path, an address, a hash
+_TIMES = 1.5e9, 4e9  # seconds since 1970
+
+# Read as C reads them, so that no metaclass is asked.
+_mro, _dict, _name = (type.__dict__[each].__get__ for each in ("__mro__", "__dict__", "__name__"))
+
+
+def summarize(**roots: Any) -> dict[str, int]:
+    """The CRC of each number, text and truth value that the roots hold, and of their objects' types, by path.
+
+    Args:
+        roots: by the names that begin their paths.
+    """
+    walk = _Walk()
+    for name, root in roots.items():
+        walk.add(name, root, 0)
+    while walk.waiting and walk.entered < _MOST_OBJECTS and len(walk.found) < _MOST_PATHS:
+        walk.enter(*walk.waiting.popleft())  # in breadth
+    if walk.waiting:
+        walk.found[CUT_OFF] = 0
+    return walk.found
+
+
+def changed_paths(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    """The paths whose values differ, sorted."""
+    paths = {path for path, value in after.items() if before.get(path) != value} | (before.keys() - after.keys())
+    return sorted(path.removesuffix(HERE) for path in paths - {CUT_OFF})
+
+
+class _Layout(NamedTuple):
+    """How to read the instances of a class.
+
+    Attributes:
+        opaque: not at all.
+        own: the descriptor of their ``__dict__``, or None.
+        slots: descriptors.
+        of_class: what the class itself sets.
+    """
+
+    opaque: bool
+    own: Any
+    slots: list[Any]
+    of_class: dict[str, Any]
+
+
+class _Walk:
+    """One walk in breadth.
+
+    Attributes:
+        found: the summary so far.
+        waiting: (path, object, depth) still to be entered.
+        entered: how many objects were.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, int] = {}
+        self.waiting: deque[tuple[str, Any, int]] = deque()
+        self.entered = 0
+        self._seen: set[int] = set()
+        self._layouts: dict[type, _Layout] = {}
+
+    def add(self, path: str, value: Any, depth: int) -> None:
+        """Note a value, or enter it later if it holds others."""
+        kind = type(value)
+        if issubclass(kind, np.generic):
+            value = np.generic.item(value)
+            kind = type(value)
+        if kind in _SCALARS:
+            self.found[path if _is_steady(path, value) else path + HERE] = _crc(value)
+        elif issubclass(kind, enum.Enum):
+            self.found[path] = _crc(value._name_)
+        elif issubclass(kind, _GENERATORS):
+            self.found[path] = _crc(f"generator {_name(kind)}")
+        elif value is not None and depth < _DEEPEST and id(value) not in self._seen:
+            self._seen.add(id(value))
+            self.waiting.append((path, value, depth + 1))
+
+    def enter(self, path: str, value: Any, depth: int) -> None:
+        """Note what an object holds."""
+        kind = type(value)
+        self.entered += 1
+        if kind in (torch.Tensor, torch.nn.Parameter, np.ndarray):
+            self._array(path, value)
+        elif issubclass(kind, dict):
+            self._mapping(path, value, depth)
+        elif issubclass(kind, (list, tuple)):
+            self._sequence(path, value, list if issubclass(kind, list) else tuple, depth)
+        elif issubclass(kind, (set, frozenset)):  # whose order differs from process to process
+            members = list(value) if kind in (set, frozenset) and len(value) <= _SMALL else []
+            self.found[path] = sum(_crc(each) for each in members if type(each) in _SCALARS) & 0xFFFFFFFF
+        elif issubclass(kind, deque):
+            self.found[path + HERE] = deque.__len__(value)
+        elif kind is types.FunctionType:
+            self._function(path, value, depth)
+        elif kind is types.MethodType:
+            self.add(f"{path}.__self__", value.__self__, depth)
+            self.add(f"{path}.__func__", value.__func__, depth)
+        elif issubclass(kind, type):
+            self.found[path] = _crc(f"class {_name(value)}")
+        self._attributes(path, value, kind, depth)
+
+    def _mapping(self, path: str, value: Any, depth: int) -> None:
+        if dict.__len__(value) > _SMALL or any(type(key) is not str for key in dict.keys(value)):
+            self.found[path + HERE] = dict.__len__(value)  # a cache or an index
+            return
+        for key, held in list(dict.items(value)):
+            if key not in _LEFT_OUT and not _OF_ONE_MACHINE.search(key):
+                self.add(f"{path}[{key!r}]", held, depth)
+
+    def _sequence(self, path: str, value: Any, base: Any, depth: int) -> None:
+        size = self.found[f"{path}.len"] = base.__len__(value)
+        if size <= _SMALL:
+            for place in range(size):
+                self.add(f"{path}[{place}]", base.__getitem__(value, place), depth)
+            return
+        self.entered += 4  # it takes as long as that many objects
+        places = (number * (size - 1) // (_PLACES - 1) for number in range(_PLACES))
+        self.found[f"{path}[*]"] = zlib.crc32(b",".join(_item(base.__getitem__(value, each)) for each in places))
+        self.found[f"{path}[*]{HERE}"] = id(value)
+
+    def _function(self, path: str, value: types.FunctionType, depth: int) -> None:
+        constants = b"".join(map(_item, value.__code__.co_consts[1:]))  # the first may be the docstring
+        self.found[path] = zlib.crc32(constants, _crc(f"{value.__module__}.{value.__qualname__}"))
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            for held in _held(types.CellType.cell_contents, cell):
+                self.add(f"{path}.{name}", held, depth)
+        self.add(f"{path}.defaults", value.__defaults__, depth)
+
+    def _array(self, path: str, value: Any) -> None:
+        crc = _crc(f"{value.dtype} {tuple(value.shape)}")
+        if type(value) is np.ndarray:
+            owner = value
+            while type(owner.base) is np.ndarray:
+                owner = owner.base
+            read = owner.base is None and not value.dtype.hasobject  # else a file that is mapped, or objects
+            self.found[path + HERE] = value.__array_interface__["data"][0]
+        else:
+            # What lies in shared memory is the same in every process at each moment.
+            read = value.device.type == "cpu" and value.layout is torch.strided and not value.requires_grad
+            read = read and not value.is_shared()
+            if read:
+                self.found[path + HERE] = _crc(repr((value.data_ptr(), value._version)))
+        if read and value.nbytes:
+            whole = value.nbytes <= _SMALL_ARRAY
+            some = (value if whole else value[:: -(-len(value) // _PLACES)]).reshape(-1)
+            some = some if whole else some[:_PLACES]
+            crc = zlib.crc32(some.tobytes() if type(value) is np.ndarray else _bytes_of(some), crc)
+        self.found[path] = crc
+
+    def _attributes(self, path: str, value: Any, kind: type, depth: int) -> None:
+        layout = self._layouts.get(kind) or self._layout(kind)
+        if layout.opaque:
+            return
+        if not issubclass(kind, _WITHOUT_CLASS):
+            self.found[path] = _crc(_name(kind))
+        attributes = layout.of_class | {slot.__name__: each for slot in layout.slots for each in _held(slot, value)}
+        if layout.own is not None:
+            attributes |= layout.own.__get__(value) or {}
+        names = sorted(each for each in attributes if type(each) is str)
+        for name in names[: 4 * _SMALL]:
+            if name not in _LEFT_OUT and not name.startswith("__"):
+                self.add(f"{path}.{name}", attributes[name], depth)
+
+    def _layout(self, kind: type) -> _Layout:
+        classes = [(each, str(_dict(each).get("__module__", "builtins")).partition(".")[0]) for each in _mro(kind)]
+        of_library = classes[0][1] in _STANDARD or issubclass(kind, types.ModuleType)
+        # An iterator moves as it is read.
+        moves = any(module in _STANDARD - _PLAIN_BASES or "__next__" in _dict(each) for each, module in classes)
+        own, slots, of_class = None, [], {}
+        for each, module in reversed(classes):
+            for name, member in _dict(each).items():
+                if name == "__dict__" and type(member) in (types.GetSetDescriptorType, types.MemberDescriptorType):
+                    own = member
+                elif type(member) is types.MemberDescriptorType:
+                    slots.append(member)
+                elif type(member) in _SCALARS and module not in _STANDARD | {"torch"}:
+                    of_class[name] = member
+        layout = _Layout(kind not in _ENTERED and (of_library or moves), own, slots, of_class)
+        self._layouts[kind] = layout
+        return layout
+
+
+def _held(descriptor: Any, holder: Any) -> Iterator[Any]:
+    """What a slot or a cell holds: one value, or none."""
+    try:
+        yield descriptor.__get__(holder)
+    except (AttributeError, ValueError):
+        return
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(torch.uint8).numpy())
+
+
+def _is_steady(path: str, value: Any) -> bool:
+    """Whether a value may be the same in another process elsewhere: no path, seed, time, pid, address or hash."""
+    if type(value) is int:
+        is_ours = value in (os.getpid(), os.getppid())
+        return abs(value) < _LARGEST_INT and not is_ours and not path.rstrip("']").endswith("seed")
+    if type(value) is str:
+        return not _OF_ONE_MACHINE.search(value[:_LONGEST_TEXT])
+    return not (type(value) is float and _TIMES[0] < value < _TIMES[1])
+
+
+def _item(value: Any) -> bytes:
+    """Of a long list's member only numbers and texts count, of a path its last part."""
+    if type(value) is tuple:
+        return b"".join(map(_item, value[:8]))
+    if issubclass(type(value), pathlib.PurePath) and type(value).__module__.startswith("pathlib"):
+        value = value.name
+    if type(value) is str:
+        return value[-_LONGEST_TEXT:].replace("\\", "/").rpartition("/")[2].encode(errors="surrogatepass")
+    return repr(value).encode() if type(value) in (bool, int, float) else b"."
+
+
+def _crc(value: Any) -> int:
+    """Of a number or text; of a long text, of its length and its ends."""
+    if type(value) in (str, bytes) and len(value) > _LONGEST_TEXT:
+        value = (len(value), value[: _LONGEST_TEXT // 2], value[-_LONGEST_TEXT // 2 :])
+    return zlib.crc32(repr(value).encode(errors="surrogatepass"))
