@@ -1,4 +1,4 @@
-"""The pictures of the documentation are what docs/pictures.py draws, and what it draws is true."""
+"""The pictures and the table of the documentation are what its programs make, and what they show is true."""
 
 from __future__ import annotations
 
@@ -14,13 +14,23 @@ import pytest
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-@pytest.fixture(scope="module")
-def pictures() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("pictures", DOCS / "pictures.py")
+def program(name: str) -> ModuleType:
+    specification = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def pictures() -> ModuleType:
+    return program("pictures")
+
+
+def test_the_table_of_attacks_is_that_of_the_results() -> None:
+    attacks = program("attacks")
+    assert attacks.PAGE.read_text(encoding="utf-8") == attacks.written(), "run python docs/attacks.py"
+    assert all(str(row[-1]) in ("0", "-") for row in attacks.lines()[1:])
 
 
 def test_what_is_stored_is_what_is_drawn(pictures: ModuleType) -> None:

@@ -289,52 +289,6 @@ def _steps(folder: Path) -> int:
 
 
 TALLY = HERE.parent / "docs" / "reliability-torchft.json"
-PAGE = HERE.parent / "docs" / "reliability.md"
-BEGIN, END = "<!-- replica groups -->\n", "<!-- end of replica groups -->"
-BESIDE, END_BESIDE = "<!-- torchft's sampler -->\n", "<!-- end of torchft's sampler -->"
-SHOWN = {
-    "quorum": "in a quorum", "chosen": "between quorum and batch", "allreduce": "in the all-reduce",
-    "voted": "between vote and step", "healing": "in healing", "sending": "sending weights",
-    "first quorum": "in the first quorum",
-}  # fmt: skip
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows of one setting are added up."""
-    settings = ("quorum", "ranks", "workers", "steps of")
-    points = list(SHOWN)
-    rest = {name: name for name in ("jobs", "launches", "steps", "failed", "ended", "lost", "repeated")}
-    rest |= {"failed": "failed votes", "ended": "groups ended by an error"}
-    head: list[Any] = [*settings, "kills", *SHOWN.values(), *rest.values(), "minutes"]
-    lines = [head, ["---"] * len(head)]
-    summed: dict[tuple[Any, ...], Counter[str]] = {}
-    for row in rows:
-        if "sampler" in row:
-            continue
-        counts = Counter({name: row[name] for name in (*rest, "seconds")})
-        summed.setdefault(tuple(row[name] for name in settings), Counter()).update({**counts, **row["kills"]})
-    for setting, counts in [*summed.items(), (("all", "", "", ""), sum(summed.values(), Counter()))]:
-        killed = [counts[point] for point in points]
-        others = [counts[name] for name in rest]
-        lines.append([*setting, sum(killed), *killed, *others, round(counts["seconds"] / 60)])
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
-
-
-def beside(rows: list[dict[str, Any]]) -> str:
-    """Jobs of torchft's own sampler, and those of `feed` that had the same seeds."""
-    same = ("quorum", "ranks", "workers", "seed")
-    counted = ("jobs", "kills", "lost", "repeated")
-    columns = [f"{what}, {whose}" for whose in ("`feed`", "its sampler") for what in counted]
-    lines: list[list[Any]] = [[*same, "samples of a job", *columns]]
-    lines.append(["---"] * len(lines[0]))
-    for row in (each for each in rows if "sampler" in each):
-        of_feed = [e for e in rows if "sampler" not in e and all(e[name] == row[name] for name in (*same, "size"))]
-        cells: list[Any] = []
-        for each in (of_feed[0] if of_feed else None, row):
-            of_each = {} if each is None else each | {"kills": sum(each["kills"].values())}
-            cells += [of_each.get(name, "-") for name in counted]
-        lines.append([*(row[name] for name in same), f"{row['size']:,}", *cells])
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
 def draw(folder: Path, batch: int, path: Path) -> None:
@@ -414,10 +368,6 @@ def main() -> None:
     rows = json.loads(TALLY.read_text()) if TALLY.exists() else []
     rows.append(row)
     TALLY.write_text("[\n" + ",\n".join(json.dumps(each) for each in rows) + "\n]\n")
-    text = PAGE.read_text()
-    for begin, end, lines in ((BEGIN, END, table(rows)), (BESIDE, END_BESIDE, beside(rows))):
-        text = f"{text.partition(begin)[0]}{begin}{lines}{end}{text.partition(end)[2]}"
-    PAGE.write_text(text)
     print(json.dumps(row))
 
 
