@@ -857,7 +857,9 @@ def test_a_loader_that_is_dropped_in_mid_epoch_ends_its_workers_at_once(
         assert time.monotonic() - start < sources.PATIENCE / 2
     finally:
         gc.enable()
-    assert not any(worker.is_alive() for worker in workers)
+    for worker in workers:
+        worker.join(60)
+        assert not worker.is_alive()
 
 
 class ByAttribute(Sampler[int]):
