@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import random
 import tarfile
@@ -275,6 +276,34 @@ def of_jax(
 
     iterator = made(batch_size=batch_size, device_id=None, num_threads=1, seed=11)
     return midepoch.wrap(iterator, seed=seed, world=midepoch.World(rank, world_size), then=as_arrays)
+
+
+# --- dynamic mode ----------------------------------------------------------------------------------------------------
+
+
+def dynamic(
+    root: str, rank: int = 0, world_size: int = 1, batch_size: int = 3, seed: int | None = None, **options: Any
+) -> Any:
+    """The epochs of a dynamic reader of .npy files, with numbers of DALI's default generator and of another one."""
+    import nvidia.dali.experimental.dynamic as ndd
+
+    options = {"random_shuffle": True, "seed": 3, "initial_fill": 5, **options}
+    shard = {} if "num_shards" in options else {"shard_id": rank, "num_shards": world_size}
+    epochs = functools.partial(
+        ndd.readers.Numpy(file_root=root, **shard, **options).next_epoch, batch_size=batch_size
+    )
+    shared = False if "num_shards" in options else None
+    return midepoch.wrap(epochs, seed=seed, world=midepoch.World(rank, world_size), shard=shared, then=drawn_by_dali)
+
+
+def drawn_by_dali(batch: Any) -> Any:
+    import nvidia.dali.experimental.dynamic as ndd
+
+    (labels,) = batch
+    own = ndd.random.RNG(random.getrandbits(64))
+    rows = [ndd.random.uniform(batch_size=labels.batch_size, rng=rng) for rng in (None, own)]
+    drawn = torch.tensor([[float(np.asarray(each)) for each in row] for row in rows]).T
+    return [{"label": torch.tensor([int(np.asarray(each)[0]) for each in labels]), "random": drawn}]
 
 
 def as_arrays(batch: Any) -> Any:

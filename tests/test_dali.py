@@ -41,7 +41,7 @@ import midepoch
 from midepoch import World
 from midepoch.adapters import dali
 from midepoch.adapters.dali import wire
-from midepoch.adapters.dali.native import _Checkpoint
+from midepoch.adapters.dali.checkpointed import Checkpoint
 from midepoch.adapters.dali.random import _first_that_fits
 from midepoch.adapters.dali.readers import _Files
 from midepoch.adapters.dali.sizes import Sizes, jpeg_size
@@ -143,7 +143,6 @@ NATIVE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"reader": "numpy", "policy": "DROP", "stick_to_shard": True, "state_shards": True}, {"world_sizes": (2,)}),
     ({"reader": "webdataset", "size": 40, "batch_size": 5, "pipelines": 2}, {"laws": "few"}),
     ({"reader": "file", "shuffle_after_epoch": True, "pipeline": {"exec_dynamic": False}}, {"laws": "few"}),
-    ({"prepare": False, "state_shards": True, "pipeline": {"enable_checkpointing": True}}, {"world_sizes": (1, 2)}),
     ({"prepare": False, "kind": "ragged", "pipeline": {"enable_checkpointing": True, "exec_dynamic": False},
       "pipelines": 2, "size": 20, "pad_last_batch": True, "policy": "PARTIAL"}, {"laws": "few"}),
 ]  # fmt: skip
@@ -376,80 +375,19 @@ def test_epochs_go_on_in_the_same_pipeline(root: str, monkeypatch: pytest.Monkey
     assert len(built) == 2
 
 
-@pytest.fixture
-def rebuilt(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The graphs of the pipelines that midepoch builds beside the user's own, each of which reads all lists again."""
-    from midepoch.adapters.dali import graph
-    from midepoch.adapters.dali import native as module
-
-    built: list[bytes] = []
-
-    def build(serialized: bytes, checkpoint: bytes | None, settings: dict[str, Any]) -> Any:
-        built.append(serialized)
-        return graph.build(serialized, checkpoint, settings)
-
-    monkeypatch.setattr(module, "build", build)
-    return built
-
-
-UNREAD: dict[str, Any] = {"prepare": False, "pipeline": {"enable_checkpointing": True}}
-"""What lets midepoch take the pipelines that the user has built."""
-
-
-@pytest.mark.parametrize("fill", [1, 7])
-def test_pipelines_that_have_not_run_are_taken_over_and_not_built_again(
-    root: str, rebuilt: list[bytes], fill: int
-) -> None:
-    plain = functools.partial(native, root=root, size=17, initial_fill=fill)
-    taken = functools.partial(plain, **UNREAD)
-    with plain() as loader:
-        whole = [content(batch) for _ in range(3) for batch in loader]
-    assert len(rebuilt) == 1
-    with taken() as loader:
-        assert [content(batch) for _ in range(3) for batch in loader] == whole
-    assert len(rebuilt) == 1
-    for save, go_on in ((plain, taken), (taken, plain), (taken, taken)):
-        for cut in (0, 1, 4, 6, 8, 11):
-            with save() as before:
-                list(zip(range(cut), endless(before), strict=False))
-                state = before.state_dict()
-            del rebuilt[:]
-            with go_on() as after:
-                after.load_state_dict(state)
-                assert after.state_dict() == state
-                rest = [content(batch) for _ in range(2) for batch in after]
-                assert rest[: len(whole) - cut] == whole[cut:][: len(rest)], (cut, state)
-                assert len(rebuilt) == (go_on is plain)
-                after.load_state_dict(state)  # the pipelines have run
-                assert content(next(iter(after))) == whole[cut]
-                assert len(rebuilt) == (go_on is plain) + 1
-
-
-def test_pipelines_are_rebuilt_where_the_user_s_own_would_give_other_batches(root: str, rebuilt: list[bytes]) -> None:
-    ran = {"pipeline": {"enable_checkpointing": True}}
-    for rank, world_size, options in (
-        (0, 1, {}), (0, 1, {"prepare": False}), (0, 1, ran), (0, 1, {**UNREAD, "seed": 5}), (1, 2, UNREAD),
-        (0, 1, {**UNREAD, "pipeline": {"enable_checkpointing": True, "seed": None}}),
-    ):  # fmt: skip
-        del rebuilt[:]
-        with native(rank, world_size, root=root, **options) as loader:
-            next(iter(loader))
-        assert len(rebuilt) == 1, options
-
-
 @pytest.mark.parametrize(
     "content",
-    [[1], 7, None, [[1, 4], False, 1], [[1], False, [1], []], [[1, 4], 0, [1], []], [[1, 4], False, ["1"], [b""]],
-     [[1, 4], False, [], [b""]], [[1, 4], False, [0, 1], [b""]], [[1, 4], False, [2, "1"], [b""]],
-     [[1, 4], False, [1], ["text"]], [[1, 4], False, [1], 5], [[1, 4], False, [1], []], [[1, 4, 5], False, [1], [b""]]],
+    [[1], 7, None, [[1, 4], 1], [[1], [1], []], [[1, 4.0], [1], [b""]], [[1, 4], ["1"], [b""]], [[1, 4], [], [b""]],
+     [[1, 4], [0, 1], [b""]], [[1, 4], [2, "1"], [b""]], [[1, 4], [1], ["text"]], [[1, 4], [1], 5], [[1, 4], [1], []],
+     [[1, 4, 5], [1], [b""]]],
     ids=str,
 )  # fmt: skip
 def test_what_is_sealed_and_no_checkpoint_is_refused(content: Any) -> None:
     """As only somebody who knows the seal can make it."""
     with pytest.raises(StateCorruptError, match="part of the state is invalid"):
-        _Checkpoint.of(encode(content))
-    whole = _Checkpoint((1, 4), False, (2, 1), (b"", b"2"))
-    assert _Checkpoint.of(whole.text()) == whole
+        Checkpoint.of(encode(content))
+    whole = Checkpoint((1, 4), (2, 1), (b"", b"2"))
+    assert Checkpoint.of(whole.text()) == whole
 
 
 def test_where_only_a_checkpoint_leads_is_refused_and_the_loader_stays(root: str) -> None:
@@ -466,44 +404,24 @@ def test_where_only_a_checkpoint_leads_is_refused_and_the_loader_stays(root: str
     assert expected == ids(native(root=root))
 
 
-def test_a_factory_s_pipelines_are_made_once_if_they_have_not_run(root: str) -> None:
+def test_a_factory_is_called_for_each_resume_and_its_iterator_is_not_run_before(root: str) -> None:
     made: list[Any] = []
 
-    def make(prepare: bool, checkpointing: dict[str, Any]) -> Any:
-        pipeline = sources.callback_pipeline("python", root, False, **checkpointing)
-        made.append(
-            DALIGenericIterator([pipeline], ["label", "random"], reader_name="Reader", prepare_first_batch=prepare)
-        )
+    def make(checkpointing: dict[str, Any]) -> Any:
+        made.append(sources.MakeCallback("python", root, False)(checkpointing))
+        assert not made[-1]._ever_scheduled
         return made[-1]
 
-    with midepoch.wrap(dali.factory(functools.partial(make, True))) as loader:
+    with midepoch.wrap(dali.factory(make)) as loader:
         iterator = iter(loader)
         next(iterator)
         state = loader.state_dict()
         rest = [content(batch) for batch in iterator] + [content(batch) for batch in loader]
-    for prepare in (True, False):
-        del made[:]
-        with midepoch.wrap(dali.factory(functools.partial(make, prepare))) as loader:
-            loader.load_state_dict(state)
-            assert [content(batch) for _ in range(2) for batch in loader] == rest
-        assert len(made) == 1 + prepare
-
-
-def test_an_iterator_whose_pipelines_were_taken_says_so(root: str, rebuilt: list[bytes]) -> None:
-    iterator = DALIGenericIterator(
-        [sources.classification_pipeline(root, batch_size=5, enable_checkpointing=True)], ["data", "label"],
-        reader_name="Reader", prepare_first_batch=False,
-    )  # fmt: skip
-    first, second = midepoch.wrap(iterator), midepoch.wrap(iterator)
-    whole = [content(batch) for batch in first]
-    assert not rebuilt
-    for use in (lambda: midepoch.wrap(iterator), lambda: next(iterator), iterator.checkpoints):
-        with pytest.raises(Unsupported, match="belong to the loader"):
-            use()
-    first.close()
-    assert [content(batch) for batch in second] == whole
-    assert len(rebuilt) == 1
-    second.close()
+        assert len(made) == 1
+    with midepoch.wrap(dali.factory(make)) as loader:
+        loader.load_state_dict(state)
+        assert [content(batch) for _ in range(2) for batch in loader] == rest
+    assert len(made) == 3
 
 
 def test_a_folder_is_told_by_all_names_in_it(root: str, tmp_path: Path) -> None:
@@ -670,7 +588,7 @@ def test_other_shards_of_the_same_length_are_refused(root: str) -> None:
 
     loader = make(2)
     list(loader)
-    with pytest.raises(StateMismatchError, match="num_shards differs: the state was saved with 2, this pipeline has 3"):
+    with pytest.raises(StateMismatchError, match="num_shards differs: the state was saved with 2, this reader has 3"):
         make(3).load_state_dict(loader.state_dict())
 
 
@@ -685,7 +603,7 @@ def test_another_shard_is_refused(root: str, shard: bool | None) -> None:
     next(iter(loader))
     state = loader.state_dict()
     make(0).load_state_dict(state)
-    with pytest.raises(StateMismatchError, match="shard_id differs: the state was saved with 0, this pipeline has 1"):
+    with pytest.raises(StateMismatchError, match="shard_id differs: the state was saved with 0, this reader has 1"):
         make(1).load_state_dict(state)
 
 

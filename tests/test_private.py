@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 
 # Package, module of midepoch's that touches it, a part that this module looks for when it is imported.
 CHECKED = [
-    ("nvidia.dali", "midepoch.adapters.dali.private", "nvidia.dali:Pipeline._restore_state_from_checkpoint"),
+    ("nvidia.dali", "midepoch.adapters.dali.private", "nvidia.dali:Pipeline._generate_build_args"),
     ("ffcv", "midepoch.adapters.ffcv.private", "ffcv.libffcv:imdecode"),
     ("streaming", "midepoch.adapters.streaming.private", "streaming:StreamingDataset._each_sample_id"),
     ("webdataset", "midepoch.adapters.webdataset.private", "webdataset.filters:_map_tuple"),

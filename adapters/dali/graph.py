@@ -17,7 +17,9 @@ from nvidia.dali import backend as dali_backend
 from midepoch.adapters.dali import private
 from midepoch.adapters.dali.wire import Field, pack, unpack
 
-__all__ = ["Graph", "Operator", "build", "can_be_built", "crc_of_data", "identity", "material", "settings_of", "short"]
+__all__ = [
+    "Graph", "Operator", "build", "crc_of_data", "cure_with_our_reader", "identity", "material", "settings_of", "short",
+]  # fmt: skip
 
 # Field numbers of PipelineDef, OpDef and Argument.
 _PIPELINE_OPERATORS, _PIPELINE_OUTPUTS = 5, 7
@@ -244,32 +246,18 @@ _OURS = {
     "FileReader": "file", "readers.File": "file", "NumpyReader": "numpy", "readers.Numpy": "numpy",
     "readers.Webdataset": "webdataset",
 }  # fmt: skip
-_DRAWN_BY_US = {
-    "CoinFlip": ("fn.random.coin_flip(...)", "dali.random.coin_flip(...)"),
-    "Uniform": ("fn.random.uniform(...)", "dali.random.uniform(...)"),
-    "Normal": ("fn.random.normal(...)", "dali.random.normal(...)"),
-    "ImageRandomCrop": (
-        "fn.decoders.image_random_crop(encoded)",
-        'fn.decoders.image_slice(encoded, *dali.random.crop_window(encoded), axis_names="HW")',
-    ),
-}
 
 
-def lines_of_ours(graph: Graph, reader_name: str | None) -> str:
-    """The lines of a pipeline to change so that midepoch feeds it, for a message; empty if it has no such reader."""
-    if len(graph.readers) != 1:
+def cure_with_our_reader(graph: Graph) -> str:
+    """What to change in a pipeline so that midepoch feeds it, for a message; empty if there is no such reader."""
+    ours = [_OURS.get(reader.schema.replace("__", ".")) for reader in graph.readers]
+    if len(ours) != 1 or ours[0] is None:
         return ""
-    ours = _OURS.get(graph.readers[0].schema.replace("__", "."))
-    if ours is None:
-        return ""
-    lines = [
-        "from midepoch.adapters import dali",
-        f"dali.readers.{ours}(...)  # in place of fn.readers.{ours}(...)",
-        f"DALIGenericIterator([pipeline], [...])  # without reader_name={reader_name!r}",
-    ]
-    drawn = {each.schema.rpartition("__")[2] for each in graph.operators if each.is_random}
-    lines += [f"{new}  # in place of {old}" for kind, (old, new) in _DRAWN_BY_US.items() if kind in drawn]
-    return ", or change these lines, and any number of processes can continue:\n    " + "\n    ".join(lines)
+    return (
+        f", or let midepoch feed it, which any number of processes can continue: dali.readers.{ours[0]}(...) of "
+        f"midepoch.adapters in place of fn.readers.{ours[0]}(...), dali.random in place of fn.random, and no "
+        "reader_name="
+    )
 
 
 # --- building --------------------------------------------------------------------------------------------------------
@@ -277,15 +265,12 @@ def lines_of_ours(graph: Graph, reader_name: str | None) -> str:
 
 def settings_of(pipeline: Any) -> dict[str, Any]:
     """The keyword arguments for a `Pipeline` like this one."""
-    depth = pipeline.prefetch_queue_depth
-    if pipeline.exec_separated:
-        depth = {"cpu_size": pipeline.cpu_queue_size, "gpu_size": pipeline.gpu_queue_size}
     return {
         "batch_size": pipeline.max_batch_size,
         "num_threads": pipeline.num_threads,
         "device_id": pipeline.device_id,
         "seed": pipeline.seed,
-        "prefetch_queue_depth": depth,
+        "prefetch_queue_depth": pipeline.prefetch_queue_depth,
         "exec_pipelined": pipeline.exec_pipelined,
         "exec_async": pipeline.exec_async,
         "exec_dynamic": pipeline.exec_dynamic,
@@ -300,12 +285,3 @@ def build(serialized: bytes, checkpoint: bytes | None, settings: dict[str, Any])
     pipeline = Pipeline(enable_checkpointing=True, checkpoint=checkpoint, **settings)
     pipeline.deserialize_and_build(serialized)
     return pipeline
-
-
-def can_be_built(serialized: bytes, settings: dict[str, Any]) -> bool:
-    """Whether a pipeline without checkpoints can be built from this graph."""
-    try:
-        Pipeline(**settings).deserialize_and_build(serialized)
-    except RuntimeError:
-        return False
-    return True

@@ -22,7 +22,7 @@ class HolderAdapter(Adapter):
         """An object that holds DALI iterators, or a function that reads one."""
         if private.is_iterator(source):
             return False
-        if any(map(private.is_iterator, private.read_by(source))) or loaders_in(source, private.is_iterator):
+        if any(map(private.is_iterator, private.named_in(source).values())) or loaders_in(source, private.is_iterator):
             return True
         keeps_a_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
         return not keeps_a_state and any(map(private.is_iterator, private.in_containers(source)))

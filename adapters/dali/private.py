@@ -12,14 +12,15 @@ import functools
 import gc
 import itertools
 import os
+import random
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from nvidia.dali import Pipeline, types
 from nvidia.dali import backend as dali_backend
+from nvidia.dali import types
 from nvidia.dali.plugin.pytorch import DALIGenericIterator, DALIRaggedIterator
 
 from midepoch.attributes import directly_held
@@ -27,39 +28,36 @@ from midepoch.errors import UnsupportedSourceError
 from midepoch.packages import Package, Replacement
 
 __all__ = [
-    "DynamicState",
-    "TakenOver",
+    "DynamicEpochs",
+    "DynamicIterator",
     "add_thread",
     "allow_empty",
     "calls_python",
     "check",
     "check_unused",
-    "disable_auto_reset",
     "drain",
     "drop_first_batch",
-    "dynamic_readers",
+    "dynamic_reader",
     "given_size",
     "has_run",
     "in_containers",
     "is_iterator",
-    "is_new",
     "is_padded",
     "keeps_checkpoints",
     "last_batch",
+    "leave_unread",
+    "left_unread",
     "named_in",
     "pipelines_of",
-    "read_by",
     "reader_name",
     "refuse_own_code",
     "refuse_reader_name",
-    "restore",
+    "seed_dynamic",
     "serialize",
     "sources_of",
     "stop",
     "survive_forks",
-    "take_pipelines",
     "with_pipelines",
-    "without_auto_reset",
 ]
 
 _DALI = Package(
@@ -69,9 +67,7 @@ _DALI = Package(
 )
 
 _Base = _DALI.part("nvidia.dali.plugin.base_iterator:_DaliBaseIterator")
-for _name in (
-    "_check_api_type_scope", "_generate_build_args", "_get_params", "_restore_state_from_checkpoint", "_shutdown",
-):  # fmt: skip
+for _name in ("_check_api_type_scope", "_generate_build_args", "_get_params", "_shutdown"):
     _DALI.part(f"nvidia.dali:Pipeline.{_name}")
 for _name in ("AddOperator", "SerializeToProtobuf", "SetOutputDescs"):
     _DALI.part(f"nvidia.dali.backend:Pipeline.{_name}")
@@ -85,8 +81,7 @@ def check(iterator: Any) -> None:
     )  # fmt: skip
     for pipeline in iterator._pipes:
         _DALI.check(
-            pipeline, "_checkpoint", "_epoch_idx", "_first_iter", "_input_callbacks", "_is_restored_from_checkpoint",
-            "_num_threads", "_ops",
+            pipeline, "_input_callbacks", "_is_restored_from_checkpoint", "_num_threads", "_ops",
         )  # fmt: skip
 
 
@@ -130,11 +125,6 @@ def is_iterator(source: object) -> bool:
     return jax is not None and isinstance(source, jax.DALIGenericIterator)
 
 
-def read_by(source: Any) -> list[Any]:
-    """What an object holds and a function uses, and what the object's iteration uses."""
-    return list(named_in(source).values())
-
-
 def in_containers(source: Any) -> list[Any]:
     """What an object holds in short lists and dicts."""
     found: list[Any] = []
@@ -148,7 +138,7 @@ _MOST_MEMBERS = 64  # of a list or dict: longer ones hold data
 
 
 def named_in(source: Any) -> dict[str, Any]:
-    """The same by the names of attributes and variables."""
+    """What an object holds and a function uses, and what the object's iteration uses, by the names there."""
     return directly_held(source) | directly_held(getattr(type(source), "__iter__", None))
 
 
@@ -175,45 +165,36 @@ def pipelines_of(iterator: Any) -> list[Any]:
     return pipelines
 
 
-def take_pipelines(iterator: Any) -> list[Any]:
-    """Take an iterator's pipelines for a loader. From then on, using the iterator raises an error that says so."""
-    pipelines = pipelines_of(iterator)
-    iterator._pipes = [TakenOver() for _ in pipelines]
-    return pipelines
-
-
 def keeps_checkpoints(iterator: Any) -> bool:
     """Whether its pipelines were built to keep checkpoints."""
     return bool(iterator._enable_checkpointing)
 
 
-def disable_auto_reset(iterator: Any) -> None:
-    """Make it raise StopIteration at the end of an epoch instead of starting the next one."""
+def leave_unread(iterator: Any) -> None:
+    """Let an iterator read nothing before it is asked, and raise StopIteration where an epoch ends."""
     iterator._auto_reset = "no"
+    iterator._prepare_first_batch = False
 
 
 _init = _Base.__init__
 
 
 @functools.wraps(_init)
-def _init_without_auto_reset(
-    self: Any, pipelines: Any, size: int = -1, reader_name: str | None = None, auto_reset: Any = False,
-    *arguments: Any, **keywords: Any,
-) -> None:  # fmt: skip
-    _init(self, pipelines, size, reader_name, False, *arguments, **keywords)
+def _init_unread(self: Any, *arguments: Any, **keywords: Any) -> None:
+    _init(self, *arguments, **keywords)
+    leave_unread(self)
 
 
-_WITHOUT_AUTO_RESET = Replacement(_Base, "__init__", _init_without_auto_reset)
+_UNREAD = Replacement(_Base, "__init__", _init_unread)
 
 
 @contextlib.contextmanager
-def without_auto_reset() -> Iterator[None]:
-    """Iterators that are made meanwhile do not begin an epoch by themselves.
+def left_unread() -> Iterator[None]:
+    """Iterators that are made meanwhile read nothing by themselves.
 
-    One that is restored at an epoch's end, and prepares its first batch, would do so while it is made: if a source
-    tells the end, an epoch would be lost.
+    One that is restored at an epoch's end, and prepares its first batch, would begin the next epoch while it is made.
     """
-    need = _WITHOUT_AUTO_RESET.needed()
+    need = _UNREAD.needed()
     try:
         yield
     finally:
@@ -264,27 +245,6 @@ def check_unused(iterator: Any) -> None:
         )
 
 
-def is_new(iterator: Any) -> bool:
-    """Whether DALI can still restore a checkpoint into its pipelines: they are built, and nothing has run."""
-    return not iterator._ever_scheduled and all(
-        not isinstance(pipeline, TakenOver)
-        and pipeline._first_iter
-        and pipeline._epoch_idx == 0
-        and not pipeline.is_restored_from_checkpoint
-        for pipeline in iterator._pipes
-    )
-
-
-class TakenOver:
-    """Replaces the pipelines in an iterator after a loader took them: its user would take that loader's batches."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise UnsupportedSourceError(
-            "the pipelines of this DALI iterator belong to the loader that midepoch.wrap made of it: take batches from "
-            "that loader, or make another iterator"
-        )
-
-
 def with_pipelines(template: Any, pipelines: list[Any]) -> Any:
     """An iterator like `template`, of the same class, over other pipelines."""
     iterator = copy.copy(template)
@@ -309,109 +269,121 @@ def with_pipelines(template: Any, pipelines: list[Any]) -> Any:
 # --- dynamic mode -----------------------------------------------------------------------------------------------------
 
 
-def dynamic_readers() -> Any:
+def dynamic_reader() -> Any:
     """The class of the readers of dynamic mode, which somebody has imported."""
     return _DALI.part("nvidia.dali.experimental.dynamic._ops:Reader")
 
 
-class DynamicState:
-    """The state of a dynamic reader, by DALI's own Checkpoint.
+def seed_dynamic(key: int) -> None:
+    """Seed the generator that operators of this thread draw from if they are given none."""
+    before = random.getstate()  # DALI makes the generator with a number of python's
+    _DALI.part("nvidia.dali.experimental.dynamic.random:set_seed")(key)
+    random.setstate(before)
+
+
+class DynamicEpochs:
+    """The epochs of a dynamic reader. The reader itself is not read: DALI restores only one that is new.
+
+    Args:
+        reader: to be copied.
+        keywords: of its `next_epoch`.
 
     Raises:
         UnsupportedSourceError: the reader was read before, without checkpoints.
 
     Attributes:
+        batch_size: of `keywords`.
         shard: the reader's own shard, and the number of shards.
+        arguments: with which the reader was made.
     """
 
-    def __init__(self, reader: Any, batch_size: int) -> None:
+    def __init__(self, reader: Any, keywords: dict[str, Any]) -> None:
         _DALI.check(
-            reader, "_advance_shard", "_init_args", "_max_batch_size", "_num_shards", "_op_backend", "_shard_id"
-        )
-        _DALI.check(reader, "_stick_to_shard", "get_metadata")
+            reader, "_init_args", "_max_batch_size", "_num_shards", "_op_backend", "_shard_id", "_stick_to_shard",
+            "get_metadata",
+        )  # fmt: skip
         if reader._op_backend is not None:
             raise UnsupportedSourceError(
                 "this reader has already been read, and no record of that exists: wrap it before its first batch"
             )
-        self._template, self._batch_size = copy.copy(reader), batch_size
-        self._running: tuple[Any, Any] | None = None
+        self._reader, self._keywords, self.batch_size = copy.copy(reader), keywords, keywords["batch_size"]
         self.shard: tuple[int, int] = (reader._shard_id, reader._num_shards)
-
-    @property
-    def reader(self) -> Any:
-        """The reader that runs, a copy of the one that was given."""
-        return self._made()[0]
-
-    def _made(self) -> tuple[Any, Any]:
-        """The reader, and its Checkpoint. Made anew, the reader lists its files."""
-        if self._running is None:
-            reader = copy.copy(self._template)
-            reader._lock, reader._init_args = threading.Lock(), dict(reader._init_args)
-            reader._max_batch_size = self._batch_size
-            checkpoint = _DALI.part("nvidia.dali.experimental.dynamic.checkpoint:Checkpoint")()
-            checkpoint.register(reader, "reader")
-            self._running = reader, checkpoint
-        return self._running
-
-    @functools.cached_property
-    def _padded(self) -> int:
-        return int(self.reader.get_metadata(self._batch_size)["epoch_size_padded"])
-
-    def _shard_in(self, epoch: int) -> int:
-        """A reader's shard moves from epoch to epoch."""
-        shard, shards = self.shard
-        return shard if self._template._stick_to_shard else (shard + epoch) % shards
-
-    def samples(self, epoch: int) -> int:
-        """Of this reader in an epoch."""
-        shard, shards = self._shard_in(epoch), self.shard[1]
-        return (shard + 1) * self._padded // shards - shard * self._padded // shards
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """With which the reader was made."""
-        found = {name: value for name, value in self._template._init_args.items() if value is not None}
-        if "features" in found:  # of TFRecord: what python shows of one is its address
-            found["features"] = {name: _stored(feature) for name, feature in found["features"].items()}
-        return found
+        self.arguments = {name: value for name, value in reader._init_args.items() if value is not None}
+        if "features" in self.arguments:  # of TFRecord: what python shows of one is its address
+            self.arguments["features"] = sorted(self.arguments["features"])
 
     def texts(self, name: str) -> list[str]:
         """A string argument, or the elements of a list of strings."""
         value = self.arguments.get(name, ())
         return [value] if isinstance(value, str) else [str(each) for each in value]
 
-    def text(self) -> str:
-        """Where the reader stands."""
-        self._padded  # noqa: B018  # it has no state before it is set up
-        checkpoint = self._made()[1]
-        checkpoint.collect()
-        return str(checkpoint.serialize())
+    @functools.cached_property
+    def _padded(self) -> int:
+        return int(self._copy().get_metadata(self.batch_size)["epoch_size_padded"])
 
-    def load(self, text: str, epoch: int) -> None:
-        """Go there, within `epoch` or at its beginning; to the very beginning if `text` is empty."""
-        self._running = None  # DALI sets the state of a reader that has not been read
-        reader, checkpoint = self._made()
-        if text:
-            checkpoint.deserialize(text)
-            checkpoint.restore()
+    def _copy(self) -> Any:
+        reader = copy.copy(self._reader)
+        reader._lock, reader._init_args = threading.Lock(), dict(reader._init_args)
+        reader._max_batch_size = self.batch_size
+        return reader
+
+    def _shard_in(self, epoch: int) -> int:
+        shard, shards = self.shard
+        return shard if self._reader._stick_to_shard else (shard + epoch) % shards
+
+    def batches(self, epoch: int) -> int:
+        """Of this reader in an epoch."""
+        shard, shards = self._shard_in(epoch), self.shard[1]
+        samples = (shard + 1) * self._padded // shards - shard * self._padded // shards
+        return int(-(-samples // self.batch_size))
+
+    def begun(self, reader: Any, epoch: int, taken: int) -> tuple[Iterator[Any], int]:
+        """The batches of `reader` after so many of an epoch, and their number."""
+        # DALI counts an epoch's batches from where it begins to read.
         reader._shard_id = self._shard_in(epoch)
+        return reader.next_epoch(**self._keywords), self.batches(epoch) - taken
 
-    def next_shard(self) -> None:
-        """Count an epoch that was not read from its beginning."""
-        self.reader._advance_shard()
+    def iterator(self, epoch: int, taken: int, saved: str = "") -> DynamicIterator:
+        """The batches after so many of an epoch, where a checkpoint was saved."""
+        reader = self._copy()
+        checkpoint = _DALI.part("nvidia.dali.experimental.dynamic.checkpoint:Checkpoint")()
+        checkpoint.register(reader, "reader")
+        if saved:
+            checkpoint.deserialize(saved)
+            checkpoint.restore()
+        reader.get_metadata(self.batch_size)  # it has no state before it is set up
+        return DynamicIterator(functools.partial(self.begun, reader), checkpoint, epoch, taken)
 
 
-def _stored(feature: Any) -> bytes:
-    """A feature of TFRecord, as DALI stores it with its reader."""
-    backend = dali_backend.Pipeline(Pipeline(batch_size=1, num_threads=1, device_id=None)._get_params())
-    reader = dali_backend.OpSpec("readers___TFRecord")
-    for name, value in (("features", [feature]), ("feature_names", ["feature"]), ("path", [""]), ("index_path", [""])):
-        reader.AddArg(name, value)
-    reader.AddArg("device", "cpu")
-    reader.AddOutput("feature", "cpu")
-    backend.AddOperator(reader, "reader")
-    stored: bytes = backend.SerializeToProtobuf()
-    return stored
+class DynamicIterator:
+    """A dynamic reader with the methods of DALI's iterators: it ends with each epoch, and `reset` begins the next."""
+
+    def __init__(self, begin: Callable[[int, int], Any], checkpoint: Any, epoch: int, taken: int) -> None:
+        self._begin, self._checkpoint, self._epoch = begin, checkpoint, epoch
+        self._batches, self._left = begin(epoch, taken)
+
+    def __next__(self) -> Any:
+        if not self._left:
+            raise StopIteration
+        batch = next(self._batches)
+        self._left -= 1
+        if not self._left:
+            self.close()
+        return batch
+
+    def reset(self) -> None:
+        """Begin the next epoch."""
+        self._epoch += 1
+        self._batches, self._left = self._begin(self._epoch, 0)
+
+    def close(self) -> None:
+        """Let DALI leave the context in which it has read."""
+        self._batches.close()
+
+    def checkpoints(self) -> list[bytes]:
+        """Where the reader is."""
+        self._checkpoint.collect()
+        return [self._checkpoint.serialize().encode()]
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
@@ -504,8 +476,3 @@ def calls_python(schema: str) -> bool:
     """Whether operators of this schema call Python, which a serialized graph cannot contain."""
     return schema == "ExternalSource" or "PythonFunction" in schema or "Numba" in schema
 
-
-def restore(pipeline: Any, checkpoint: bytes) -> None:
-    """Restore a pipeline that is built and has not run. DALI does the same as the last step of building it."""
-    pipeline._checkpoint = checkpoint
-    pipeline._restore_state_from_checkpoint()

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any, ClassVar
 
 from midepoch.adapters.dali import private
+from midepoch.adapters.dali.checkpointed import first_line
 from midepoch.adapters.dali.feed import Feed, Schedule, feed_of
 from midepoch.adapters.dali.graph import Graph
-from midepoch.adapters.dali.native import first_line
 from midepoch.errors import MidepochError, SourceError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session, WitnessReport

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from nvidia.dali import fn, pipeline_def
 
+from midepoch.adapters.dali.checkpointed import first_line
 from midepoch.adapters.dali.feed import Data, Indices
-from midepoch.adapters.dali.native import first_line
 from midepoch.errors import SourceError
 
 __all__ = ["Sizes", "jpeg_size"]
