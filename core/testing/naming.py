@@ -79,7 +79,9 @@ class Naming:
 def split(batch: Any, count: int) -> list[str] | None:
     """The digest of each of the ``count`` samples in a batch; None if it is not made of columns of so many rows."""
     columns = {path: column for path, column in _columns(batch) if path != _ALL}
-    fitting = _outermost([path for path, column in columns.items() if len(column) == count])
+    # A list with an element that is a column is no column, although it may have as many elements as the batch samples.
+    paths = [path for path, column in columns.items() if len(column) == count]
+    fitting = [path for path in paths if not any(_is_within(other, path) for other in paths)]
     if not fitting or any(all(path != each and not _related(path, each) for each in fitting) for path in columns):
         return None
     return [items.digest(row) for row in zip(*(_rows(columns[path]) for path in fitting), strict=True)]
