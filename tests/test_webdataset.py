@@ -883,7 +883,7 @@ def test_it_mixes_at_least_as_well_as_webdataset_s_buffer(tmp_path: Path, buffer
 
 def test_shards_are_read_a_few_at_a_time(tmp_path: Path) -> None:
     from midepoch.adapters.webdataset.indexed_reader import order_of
-    from midepoch.adapters.webdataset.recognise import recognise
+    from midepoch.adapters.webdataset.pipeline import recognise
 
     pipeline = recognise(wds.WebDataset(["x.tar"], shardshuffle=100).shuffle(1000))
     order = order_of(pipeline, [1000] * 200)
@@ -1002,9 +1002,9 @@ def test_an_index_takes_few_bytes_a_sample(tmp_path: Path, cache: Path) -> None:
 def test_a_bar_shows_where_building_takes_a_moment(
     urls: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from midepoch.adapters.webdataset import progress
+    from midepoch.adapters.webdataset import index
 
-    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
+    monkeypatch.setattr(index, "_PATIENCE", 0.0)
     midepoch.wrap(numbers(urls), progress=True)
     told = capsys.readouterr().err
     assert f"indexing {len(urls)} shards: 100%" in told

@@ -2,9 +2,7 @@
 
 | module | holds |
 |---|---|
-| pipeline | what a pipeline means |
-| recognise | the recognition of its stages |
-| progress | bars on standard error |
+| pipeline | what a pipeline means: the recognition of its stages |
 | drawn_shards | shards that are drawn with replacement |
 | shards | where shards are, and how to read their bytes |
 | index | where each sample of a shard is |
@@ -17,20 +15,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
-from webdataset import cache
+from webdataset.cache import FileCache
 from webdataset.filters import reraise_exception
 from webdataset.pipeline import DataPipeline
 
 from midepoch.adapters.webdataset.index import Index, Keys, build_index, default_cache
 from midepoch.adapters.webdataset.indexed import IndexedAdapter
-from midepoch.adapters.webdataset.pipeline import Pipeline
-from midepoch.adapters.webdataset.recognise import MIXES, recognise, refuse_mix
+from midepoch.adapters.webdataset.pipeline import MIXES, Pipeline, recognise, refuse_mix
 from midepoch.adapters.webdataset.shards import local_path
 from midepoch.adapters.webdataset.streamed import MOST_STREAMS, StreamedAdapter
 from midepoch.errors import SourceError, UnsupportedSourceError
@@ -62,7 +59,7 @@ class WebDatasetAdapter(Adapter):
             UnsupportedSourceError: midepoch cannot interpret a stage.
             SourceError: a shard cannot be read, or there are no samples.
         """
-        settings = _checked(options.settings)
+        _check(options.settings)
         whole = getattr(source, "dataset", source)
         if isinstance(whole, MIXES):
             raise refuse_mix(whole)
@@ -74,44 +71,38 @@ class WebDatasetAdapter(Adapter):
             )
         if not pipeline.urls:
             raise SourceError("the pipeline has no shards: check its urls")
-        index = _index(pipeline, settings)
+        given = {**pipeline.reading, **pipeline.grouping}
+        keys = Keys(**{name: given[name] for name in Keys._fields if given.get(name) is not None})
+        index = _index(pipeline, keys, options.settings)
         if isinstance(index, str):
-            return StreamedAdapter(source, options, pipeline, _keys(pipeline), index)
+            return StreamedAdapter(source, options, pipeline, keys, index)
         if not index.size and (pipeline.must_have_samples or pipeline.limit is not None):
             unless = ", or pass empty_check=False to WebDataset" if pipeline.limit is None else ""
             raise SourceError(f"no samples in {len(pipeline.urls)} shards: check the urls{unless}")
-        return IndexedAdapter(source, options, pipeline, _keys(pipeline), index)
+        return IndexedAdapter(source, options, pipeline, keys, index)
 
 
-def _checked(settings: Any) -> dict[str, Any]:
-    checked = {"index_cache": None, "progress": None, "refill": False, "streams": None, **settings}
-    if not isinstance(checked["refill"], bool):
-        raise TypeError(f"refill must be True or False, got {checked['refill']!r}")
-    if checked["progress"] not in (None, True, False):
-        raise TypeError(f"progress must be True, False or None, got {checked['progress']!r}")
-    streams = checked["streams"]
+def _check(settings: Mapping[str, Any]) -> None:
+    refill, progress, streams = settings.get("refill", False), settings.get("progress"), settings.get("streams")
+    if not isinstance(refill, bool):
+        raise TypeError(f"refill must be True or False, got {refill!r}")
+    if progress not in (None, True, False):
+        raise TypeError(f"progress must be True, False or None, got {progress!r}")
     if streams is not None and (type(streams) is not int or not 1 <= streams <= MOST_STREAMS):
         raise ValueError(f"streams must be an int in [1, {MOST_STREAMS}] or None, got {streams!r}")
-    checked["index_cache"] = default_cache() if checked["index_cache"] is None else Path(checked["index_cache"])
-    return checked
 
 
-def _keys(pipeline: Pipeline) -> Keys:
-    given = {
-        **{name: pipeline.reading.get(name) for name in ("select_files", "rename_files")},
-        "keys": pipeline.grouping.get("keys"),
-    }
-    return Keys(**{name: value for name, value in given.items() if value is not None})
-
-
-def _index(pipeline: Pipeline, settings: dict[str, Any]) -> Index | str:
+def _index(pipeline: Pipeline, keys: Keys, settings: Mapping[str, Any]) -> Index | str:
     """The index of the pipeline's shards, or the reason why they are streamed."""
-    if settings["refill"]:
+    if settings.get("refill"):
         return "refill=True was stated"
-    opener = pipeline.opener
-    if isinstance(opener, cache.FileCache) and any(local_path(url) is None for url in pipeline.urls):
+    opener, cache = pipeline.opener, settings.get("index_cache")
+    if isinstance(opener, FileCache) and any(local_path(url) is None for url in pipeline.urls):
         return "remote shards are read through webdataset's own cache of files"
     keywords = opener.keywords if isinstance(opener, partial) else vars(opener)
-    opening: Callable[[Exception], Any] = keywords.get("handler", reraise_exception)
-    handlers = {"opening": opening, "reading": pipeline.reading.get("handler", reraise_exception)}
-    return build_index(pipeline.urls, _keys(pipeline), handlers, settings["index_cache"], settings["progress"])
+    handlers = {
+        "opening": keywords.get("handler", reraise_exception),
+        "reading": pipeline.reading.get("handler", reraise_exception),
+    }
+    folder = default_cache() if cache is None else Path(cache)
+    return build_index(pipeline.urls, keys, handlers, folder, settings.get("progress"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import contextlib
+import functools
 import gzip
 import io
 import logging
@@ -58,9 +59,13 @@ class _Bytes:
 
     def __init__(self, stream: Any) -> None:
         self.beginning = bytearray()
-        self._raw, file = stream, io.BufferedReader(_Pieces(stream), _PIECE)
+        self._raw = stream
+
+    @functools.cached_property
+    def _file(self) -> Any:
+        file = io.BufferedReader(_Pieces(self._raw), _PIECE)
         head = file.peek(6)
-        self._file = next((decompress(file) for magic, decompress in _COMPRESSED if head.startswith(magic)), file)
+        return next((decompress(file) for magic, decompress in _COMPRESSED if head.startswith(magic)), file)
 
     def read(self, count: int) -> bytes:
         """Read `count` bytes, fewer at the end."""
@@ -124,18 +129,9 @@ class ShardReader:
         if source is None:
             _LOG.warning("%s cannot be opened: the shard is lost", url)
             return
+        data = _Bytes(source["stream"])
         try:
-            data = _Bytes(source["stream"])
-        except _BROKEN as error:
-            with contextlib.suppress(OSError):
-                source["stream"].close()
-            damage = TarError(url, 0, f"{type(error).__name__}: {error}", True)
-            damage.__cause__ = error
-            self._handler(damage)  # raises, or accepts the loss
-            _LOG.warning("%s: the shard is lost", url)
-            return
-        try:
-            found = self._grouped(data, source, url, offset, ordinal)
+            found = self._grouped(data, url, source.get("local_path"), offset, ordinal)
             first = next(found, None)
             if first is not None:
                 self.marks[number] = _mark_of(data.beginning, self._keys)
@@ -153,9 +149,9 @@ class ShardReader:
         return source
 
     def _grouped(
-        self, data: _Bytes, source: dict[str, Any], url: str, offset: int, ordinal: int
+        self, data: _Bytes, url: str, local: str | None, offset: int, ordinal: int
     ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        files: list[dict[str, Any]] = []
+        files: list[tuple[str, bytes]] = []
         prefix: str | None = None
         begin = sound = offset
         usual = 0  # the largest number of files in a sample so far
@@ -169,16 +165,13 @@ class ShardReader:
                 sound = member.offset + padded(member.size)
                 chosen = self._keys.chosen(member.name)
                 key = None if chosen is None else self._keys.keys(chosen)[0]
-                if key is not None:
+                if chosen is not None and key is not None:
                     if files and key != prefix:
-                        yield from self._whole(files, begin, ordinal)
+                        yield from self._whole(files, url, local, begin, ordinal)
                         usual, files, ordinal = max(usual, len(files)), [], ordinal + 1
                     if not files:
                         begin, prefix = member.header, key
-                    file = {"fname": chosen, "data": content, "__url__": url}
-                    if "local_path" in source:
-                        file["__local_path__"] = source["local_path"]
-                    files.append(file)
+                    files.append((chosen, content))
                 member, _ = walker.send(True)
         except StopIteration:
             pass
@@ -196,7 +189,7 @@ class ShardReader:
             if walker is not None:
                 walker.close()
         if files:
-            yield from self._whole(files, begin, ordinal)
+            yield from self._whole(files, url, local, begin, ordinal)
 
     @staticmethod
     def _content(data: _Bytes, url: str, sound: int, name: str, size: int) -> bytes:
@@ -209,9 +202,8 @@ class ShardReader:
         return content[:size]
 
     def _whole(
-        self, files: list[dict[str, Any]], begin: int, ordinal: int
+        self, files: list[tuple[str, bytes]], url: str, local: str | None, begin: int, ordinal: int
     ) -> Iterator[tuple[int, int, dict[str, Any]]]:
         # The same files give the same sample. So an ordinal is used up even if a handler drops the sample.
-        url = files[0]["__url__"] if files else ""
-        for sample in grouped(files, url, self._grouping):
+        for sample in grouped(files, url, local, self._grouping):
             yield begin, ordinal, sample

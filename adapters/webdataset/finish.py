@@ -26,12 +26,10 @@ class Finish:
     Args:
         pipeline: the pipeline with the stages.
         streams: False lets the stages draw from the caller's generators.
-        whole: whether readers hand out whole batches. Otherwise they hand out samples, and batches are made here.
     """
 
-    def __init__(self, pipeline: Pipeline, streams: bool, whole: bool) -> None:
-        self._sample_stages = pipeline.late_sample_stages
-        self._batch_stages = [*([] if whole else pipeline.batch_stages), *pipeline.late_batch_stages]
+    def __init__(self, pipeline: Pipeline, streams: bool) -> None:
+        self._sample_stages, self._batch_stages = pipeline.late_sample_stages, pipeline.late_batch_stages
         self.needed = bool(self._sample_stages or self._batch_stages)
         self._streams = Streams(self._sample_stages, self._batch_stages) if streams and self.needed else None
 

@@ -19,16 +19,15 @@ import tempfile
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import platformdirs
+from tqdm import tqdm
 from webdataset.tariterators import base_plus_ext
 
-from midepoch.adapters.webdataset.progress import Bar
 from midepoch.adapters.webdataset.shards import Shard, locate, open_shard
 from midepoch.errors import MidepochError, SourceError
 from midepoch.reading.tar import TarIndex, index_tar, padded
@@ -37,6 +36,7 @@ __all__ = ["Index", "Keys", "ShardIndex", "build_index", "default_cache"]
 
 _LOG = logging.getLogger("midepoch.webdataset")
 _FORMAT = 2  # of the cached files
+_PATIENCE = 0.5  # seconds before a bar appears
 _SKIPPED = re.compile(r"__[^/]*__($|/)")  # webdataset's metadata, as in its tar_file_iterator
 _PLAIN = re.compile(rb"((?:.*/|)[^.]+)[.][^/]*$")  # a key and an extension, as in its base_plus_ext
 
@@ -86,7 +86,6 @@ class ShardIndex(NamedTuple):
     damaged: bool = False
 
 
-@dataclass
 class Index:
     """The samples of all shards, in the order of the user's shards.
 
@@ -95,20 +94,24 @@ class Index:
         counts: number of samples in each shard.
         firsts: number of the first sample of each shard.
         starts, lengths: int64; where each sample is in its shard.
+        size: number of samples.
         checksum: identifies the shards by names, samples and headers.
     """
 
-    shards: list[Shard]
-    counts: list[int]
-    firsts: npt.NDArray[np.int64]
-    starts: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
-    checksum: str
-
-    @property
-    def size(self) -> int:
-        """Samples."""
-        return len(self.starts)
+    def __init__(self, indexes: list[ShardIndex]) -> None:
+        none = np.empty(0, np.int64)
+        self.shards = [index.shard for index in indexes]
+        self.counts = [len(index.starts) for index in indexes]
+        self.firsts = np.cumsum([0, *self.counts[:-1]], dtype=np.int64)
+        self.starts = np.concatenate([none, *(index.starts for index in indexes)])
+        self.lengths = np.concatenate([none, *(index.lengths for index in indexes)])
+        self.size = len(self.starts)
+        checksum = 0
+        for index, count in zip(indexes, self.counts, strict=True):
+            # Only the path's last part counts: data that was moved is the same data.
+            name = index.shard.url.rpartition("/")[2]
+            checksum = zlib.crc32(f"{name}:{count}:{index.shard.size}:{index.checksum}".encode(), checksum)
+        self.checksum = f"{checksum:08x}"
 
     def ranges(self, samples: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
         """For each sample: its shard's number, its first byte and its length."""
@@ -296,6 +299,10 @@ class _Cache:
 # --- all shards -------------------------------------------------------------------------------------------------------
 
 
+# Without tqdm's monitor thread, which would outlive the bar: worker processes are forked later.
+_Bar: Any = type("_Bar", (tqdm,), {"monitor_interval": 0})
+
+
 def build_index(
     urls: list[str],
     keys: Keys,
@@ -332,12 +339,15 @@ def build_index(
             break
     indexes: list[ShardIndex] = []
     get = functools.partial(_Cache(cache).get, keys=keys, handler=handlers["reading"])
-    bar = Bar(sum(shard.size for shard in shards), f"indexing {len(shards)} shards", "B", progress)
+    bar = _Bar(
+        total=sum(shard.size for shard in shards), desc=f"midepoch: indexing {len(shards)} shards", unit="B",
+        unit_scale=True, delay=_PATIENCE, disable=None if progress is None else not progress,
+    )  # fmt: skip
     with bar, ThreadPoolExecutor(max_workers=_threads()) as pool:
         for index in pool.map(get, shards):  # which cancels the others if one fails
             bar.update(index.shard.size)
             indexes.append(index)
-    return _join(indexes)
+    return Index(indexes)
 
 
 def _threads() -> int:
@@ -349,21 +359,3 @@ def _try_locate(url: str) -> Shard | str | OSError:
         return locate(url)
     except OSError as error:
         return error
-
-
-def _join(indexes: list[ShardIndex]) -> Index:
-    counts = [len(index.starts) for index in indexes]
-    checksum = 0
-    for index, count in zip(indexes, counts, strict=True):
-        # Only the path's last part counts: data that was moved is the same data.
-        name = index.shard.url.rpartition("/")[2]
-        checksum = zlib.crc32(f"{name}:{count}:{index.shard.size}:{index.checksum}".encode(), checksum)
-    empty = np.empty(0, np.int64)
-    return Index(
-        shards=[index.shard for index in indexes],
-        counts=counts,
-        firsts=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)[:-1]]) if counts else empty,
-        starts=np.concatenate([index.starts for index in indexes]) if counts else empty,
-        lengths=np.concatenate([index.lengths for index in indexes]) if counts else empty,
-        checksum=f"{checksum:08x}",
-    )

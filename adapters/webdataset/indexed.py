@@ -47,10 +47,9 @@ class IndexedAdapter(Adapter):
         # An epoch ends where with_epoch says, so the state must say where it began.
         self._counted = self._limit is not None and self._limit.units is not None
         self.needs_detail = self.seals_detail = self._counted
-        whole = not pipeline.late_sample_stages
-        self._reader = IndexedReader(index, self._order, pipeline, keys, options.streams, whole)
-        self._finish = Finish(pipeline, options.streams, whole)
-        self._server = None if pipeline.loader is None else Server(pipeline.loader, options)
+        self._reader = IndexedReader(index, self._order, pipeline, keys, options.streams)
+        self._finish = Finish(pipeline, options.streams)
+        self._server = Server(pipeline.reads_in, options)
         self._opened: tuple[int, int] | None = None  # epoch and size of the open session
 
     @classmethod
@@ -69,9 +68,7 @@ class IndexedAdapter(Adapter):
             passes *= limit.passes
         if limit.units is None:
             return passes if limit.passes is not None else None
-        loader = self._pipeline.loader
-        workers = max(1, loader.num_workers) if limit.of_worker and loader is not None else 1
-        units = limit.units * workers * world.world_size
+        units = limit.units * (self._pipeline.workers if limit.of_worker else 1) * world.world_size
         return units if limit.passes is None else min(units, passes)
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
@@ -155,11 +152,7 @@ class IndexedAdapter(Adapter):
         base = self._base(run.epoch, run.world, run.detail)
         if self._counted:
             self._opened = (run.epoch, share.size)
-        requests = _requests(run, base, share)
-        answers: Iterator[Any] = map(self._reader, requests)
-        close: Callable[[], None] = _nothing
-        if self._server is not None:
-            answers, close = self._server(self._reader, requests, run)
+        answers, close = self._server(self._reader, _requests(run, base, share), run)
         detail = _counted_detail(base, share.size) if self._counted else ""
         after = _counted_detail(base + share.size, self._full_size(run.world) or 0) if self._counted else ""
         self._finish.begin_pass()
@@ -168,12 +161,7 @@ class IndexedAdapter(Adapter):
     def close(self) -> None:
         """End persistent worker processes, and close this process's files."""
         self._reader.close()
-        if self._server is not None:
-            self._server.close()
-
-
-def _nothing() -> None:
-    pass
+        self._server.close()
 
 
 def _requests(run: Run, base: int, share: Share) -> Iterator[IndexedRequest]:

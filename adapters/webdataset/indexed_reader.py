@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +16,7 @@ from midepoch.adapters.webdataset.drawn_shards import Drawn
 from midepoch.adapters.webdataset.finish import Answer
 from midepoch.adapters.webdataset.index import Index, Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages
-from midepoch.adapters.webdataset.shards import RangeReader
+from midepoch.adapters.webdataset.shards import RangeReader, Shard
 from midepoch.loader.adapter import Run, WitnessReport
 from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
 from midepoch.order.keys import derive_key, derive_keys
@@ -66,29 +66,6 @@ class IndexedRequest(NamedTuple):
     run: Run | None = None
 
 
-class _Samples:
-    """Makes webdataset's samples from the bytes of their files."""
-
-    def __init__(self, pipeline: Pipeline, keys: Keys) -> None:
-        self._grouping = pipeline.grouping
-        self._keys = keys
-
-    def __call__(self, data: bytes, url: str, path: str, start: int) -> list[dict[str, Any]]:
-        """The sample of which a shard has `data` from byte `start` on. A handler may have it dropped."""
-        return grouped(self._files(parse_members(data, url, start), url, path), url, self._grouping)
-
-    def _files(self, members: list[tuple[str, bytes]], url: str, path: str) -> Iterator[dict[str, Any]]:
-        chosen = self._keys.chosen
-        for name, content in members:
-            renamed = chosen(name)
-            if renamed is None:
-                continue
-            file = {"fname": renamed, "data": content, "__url__": url}
-            if path:
-                file["__local_path__"] = path
-            yield file
-
-
 class IndexedReader:
     """Reads batches by position, each sample under its own random stream.
 
@@ -98,20 +75,16 @@ class IndexedReader:
         pipeline: with the stages to run.
         keys: how files are grouped into samples.
         streams: False lets the stages draw from the caller's generators.
-        batches: False hands out a request's samples one by one, for the main process to batch.
     """
 
     request = IndexedRequest
 
-    def __init__(
-        self, index: Index, order: Order, pipeline: Pipeline, keys: Keys, streams: bool, batches: bool
-    ) -> None:
+    def __init__(self, index: Index, order: Order, pipeline: Pipeline, keys: Keys, streams: bool) -> None:
         self.dataset = pipeline.dataset
         self._index, self._order = index, order
-        self._samples = _Samples(pipeline, keys)
-        self._sample_stages = pipeline.sample_stages
-        self._batch_stages = pipeline.batch_stages if batches else []
-        self._batches = batches
+        self._keys, self._grouping = keys, pipeline.grouping
+        self._sample_stages, self._batch_stages = pipeline.sample_stages, pipeline.batch_stages
+        self._batches = not pipeline.late_sample_stages  # otherwise the main process makes the batches
         self._draws_in_batch = any(_may_draw(stage) for stage in self._batch_stages)
         self._ranges = RangeReader(index.shards)
         self._streams = Streams(self._sample_stages, self._batch_stages, keys) if streams else None
@@ -217,7 +190,7 @@ class IndexedReader:
             if begin is not None:
                 begin(key)
             shard = shards[number]
-            values = run_stages(stages, self._samples(read(), shard.url, shard.path, first))
+            values = run_stages(stages, self._samples(read(), shard, first))
             survivors += values
             kept += [key] * len(values)
         if not survivors or not self._batch_stages:
@@ -225,6 +198,13 @@ class IndexedReader:
         if begin is not None and self._draws_in_batch:
             begin(_batch_key(request, start))
         return Answer(run_stages(self._batch_stages, survivors), [])
+
+
+    def _samples(self, data: bytes, shard: Shard, start: int) -> list[dict[str, Any]]:
+        """The sample of which a shard has `data` from byte `start` on; none if a handler drops it."""
+        named = ((self._keys.chosen(name), content) for name, content in parse_members(data, shard.url, start))
+        files = ((name, content) for name, content in named if name is not None)
+        return grouped(files, shard.url, shard.path or None, self._grouping)
 
 
 def _batch_key(request: IndexedRequest, start: int) -> int:

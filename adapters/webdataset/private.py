@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from midepoch.packages import Package
 
-__all__ = ["BATCHED", "INFO", "SAMPLEWISE", "SHUFFLE", "UNBATCH", "cat_files", "path_of"]
+__all__ = ["BATCHED", "SAMPLEWISE", "SHUFFLE", "UNBATCH", "cat_files", "path_of"]
 
 _WEBDATASET = Package("webdataset", ("webdataset",), ("1.0", "1.0"))
 _WEBDATASET.check_age("1.0")  # before, pipelines consisted of other parts
@@ -30,7 +30,6 @@ SAMPLEWISE = tuple(
 """Stages that work on one sample or one batch, whatever came before."""
 
 BATCHED = _filter("_batched")
-INFO = _filter("_info")
 SHUFFLE = _filter("_shuffle")
 UNBATCH = (_filter("_unbatched"), _filter("_unlisted"))
 

@@ -57,13 +57,10 @@ class StreamedReader:
 
     request = StreamRequest
 
-    def __init__(
-        self, pipeline: Pipeline, keys: Keys, layout: Layout, randomness: bool, batches: bool, refill: bool
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, keys: Keys, layout: Layout, randomness: bool, refill: bool) -> None:
         self.dataset = pipeline.dataset
         self._shards, self._layout = ShardReader(pipeline, keys), layout
-        self._sample_stages = pipeline.sample_stages
-        self._batch_stages = pipeline.batch_stages if batches else []
+        self._sample_stages, self._batch_stages = pipeline.sample_stages, pipeline.batch_stages
         self._batch_size, self._drop_last = pipeline.batch_size or 1, pipeline.drop_last
         self._refill = refill
         self._random_streams = Streams(self._sample_stages, self._batch_stages, keys) if randomness else None

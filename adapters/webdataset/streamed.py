@@ -64,23 +64,17 @@ class StreamedAdapter(Adapter):
         # Each stream batches by itself.
         self.facts = Facts("batch", seed=pipeline.seed, departs=frozenset({"order", "tail"}))
         self.needs_detail = pipeline.limit is not None or not self._is_stated
-        whole = not pipeline.late_sample_stages
         if pipeline.limit is not None and pipeline.limit.passes is not None:
             raise UnsupportedSourceError("repeat(n) on shards that are streamed: use with_epoch, or loop over epochs")
         refill = bool(options.settings.get("refill", False))
-        self._reader = StreamedReader(pipeline, keys, self._layout, options.streams, whole, refill)
-        self._finish = Finish(pipeline, options.streams, whole)
-        self._server = None if pipeline.loader is None else Server(pipeline.loader, options)
+        self._reader = StreamedReader(pipeline, keys, self._layout, options.streams, refill)
+        self._finish = Finish(pipeline, options.streams)
+        self._server = Server(pipeline.reads_in, options)
 
     @classmethod
     def recognises(cls, source: object) -> bool:
         """WebDatasetAdapter makes this adapter."""
         return False
-
-    @property
-    def _workers(self) -> int:
-        loader = self._pipeline.loader
-        return max(1, loader.num_workers) if loader is not None else 1
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> None:
         """Unknown: only reading tells how many samples a shard has."""
@@ -109,12 +103,14 @@ class StreamedAdapter(Adapter):
         if not self._is_stated:
             where += ", whose number is chosen anew where an epoch begins in a world that cannot share them"
         order = self._pipeline.exact_order
+        if self._pipeline.limit is None:
+            order = replace(order, reason=f"{order.reason}; each stream ends with a batch of its own")
         alone = Capability(False, "there is one stream, which one process reads: pass streams=n, always the same")
         elastic = (
             Capability(True, f"{where}; with several ranks save midepoch.gather(loader)") if streams > 1 else alone
         )
         return Capabilities(
-            exact_order=replace(order, reason=f"{order.reason}{self._ends()}"),
+            exact_order=order,
             exact_augmentations=promises.augmentations(
                 self.options, "numbers drawn for a whole batch are exact on the same split"
             ),
@@ -126,17 +122,6 @@ class StreamedAdapter(Adapter):
             rank_independent=Capability(False, "each rank knows only its own streams: use midepoch.gather(loader)"),
         )
 
-    def _ends(self) -> str:
-        """How many batches an epoch has, where that is not what the user's `batched` would give."""
-        size = self._pipeline.batch_size or 1
-        if self._pipeline.limit is not None or size == 1:
-            return ""
-        last = "is left out" if self._pipeline.drop_last else "is handed out"
-        return (
-            f"; each stream ends with a batch of its own, which {last} if it has fewer than {size} samples: at most "
-            f"{self._streams} such batches an epoch"
-        )
-
     # --- the number of streams ---
 
     def _streams_for(self, world: World) -> int:
@@ -145,18 +130,18 @@ class StreamedAdapter(Adapter):
         Raises:
             UnsupportedSourceError: there are too many readers, or the user has set another number.
         """
-        streams, readers = self._layout.streams, world.world_size * self._workers
+        streams, readers = self._layout.streams, world.world_size * self._pipeline.workers
         if streams % readers == 0:
             return streams
-        among = f"{world.world_size} ranks x {self._workers} workers"
         if readers > MOST_STREAMS:
             raise UnsupportedSourceError(
-                f"{among} would read {readers} streams, and there are {MOST_STREAMS} at most: use fewer workers"
+                f"{self._readers(world)} would read {readers} streams, and there are {MOST_STREAMS} at most: use fewer "
+                "workers"
             )
         if self._is_stated:
             raise UnsupportedSourceError(
-                f"{streams} streams cannot be shared by {among}: pass streams={readers} or a multiple of it, always "
-                "the same for this data, or leave streams= out"
+                f"{streams} streams cannot be shared by {self._readers(world)}: pass streams={readers} or a multiple "
+                "of it, always the same for this data, or leave streams= out"
             )
         # As few worlds as possible need another number, and no shard is read by two streams, if that can be.
         most = min(MOST_STREAMS, self._layout.places)
@@ -171,7 +156,7 @@ class StreamedAdapter(Adapter):
             return ""
 
     def _beginning(self, streams: int) -> str:
-        return "" if streams == self._layout.streams else str(Cursors(0, 0, {}, streams))
+        return "" if streams == self._layout.streams else str(Cursors(streams))
 
     # --- states ---
 
@@ -192,7 +177,7 @@ class StreamedAdapter(Adapter):
             raise StateCorruptError("the parts of the ranks have other numbers of streams: load an undamaged state")
         cursors = {stream: cursor for place in places for stream, cursor in place.cursors.items()}
         following = max(place.following for place in places)
-        return str(Cursors(following, places[0].size, cursors, places[0].streams))
+        return str(Cursors(places[0].streams, following, places[0].size, cursors))
 
     def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """The next epoch continues where with_epoch ended one. It keeps the number of streams."""
@@ -200,7 +185,7 @@ class StreamedAdapter(Adapter):
             return ""
         place = parse_cursors(here.detail)
         if self._pipeline.limit is None:
-            return self._beginning(place.streams or self._layout.streams)
+            return self._beginning(place.streams)
         return str(place._replace(size=0))
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
@@ -212,7 +197,7 @@ class StreamedAdapter(Adapter):
                 )
             return
         place, layout = parse_cursors(detail), self._layout
-        streams = place.streams or layout.streams
+        streams = place.streams
         if streams > MOST_STREAMS or (self._is_stated and streams != layout.streams):
             raise StateCorruptError(f"the state has {streams} streams, which it cannot have: load an undamaged state")
         for stream, cursor in place.cursors.items():
@@ -221,7 +206,7 @@ class StreamedAdapter(Adapter):
                 sensible = sensible and epoch <= cursor.passes <= epoch + 1
             if not sensible or cursor.done > layout.buffer:
                 raise StateCorruptError(f"the state's cursor of stream {stream} is invalid: load an undamaged state")
-        if (position or place.cursors) and streams % (world.world_size * self._workers):
+        if (position or place.cursors) and streams % (world.world_size * self._pipeline.workers):
             raise StateMismatchError(self._cannot_share(streams, world))
 
     # --- sessions ---
@@ -229,27 +214,24 @@ class StreamedAdapter(Adapter):
     def open(self, run: Run) -> Session:
         """Open a session at this rank's cursors."""
         world, limit = run.world, self._pipeline.limit
-        place = parse_cursors(run.detail) if run.detail else Cursors(0, 0, {})
+        place = parse_cursors(run.detail) if run.detail else Cursors(self._layout.streams)
         streams = self._shared_by(run, place)
         self._check_world(run)
         left = None
         size = place.size
         if limit is not None and limit.units is not None:
-            workers = self._workers if limit.of_worker else 1
+            workers = self._pipeline.workers if limit.of_worker else 1
             size = size or -(-limit.units // (self._pipeline.batch_size or 1)) * workers * world.world_size
             left = -(-max(0, size - run.position) // world.world_size)
         own = range((place.following + world.rank) % world.world_size, streams, world.world_size)
         cursors = {stream: place.cursors.get(stream, Cursor(run.epoch)) for stream in own}
         others = any(cursor.passes == run.epoch for stream, cursor in place.cursors.items() if stream not in cursors)
-        place = Cursors(place.following, size, cursors, 0 if streams == self._layout.streams else streams)
-        requests = _requests(run, place, streams, run.epoch if limit is None else None, left)
-        answers: Iterator[StreamBatch] = map(self._reader, requests)
-        close: Callable[[], None] = _nothing
-        if self._server is not None:
-            answers, close = self._server(self._reader, requests, run)
+        place = Cursors(streams, place.following, size, cursors)
+        requests = _requests(run, place, run.epoch if limit is None else None, left)
+        answers, close = self._server(self._reader, requests, run)
         self._finish.begin_pass()
-        session = _StreamedSession(answers, close, self._finish, world, place, streams, left)
-        session.continues = limit is not None
+        following = self._beginning(streams) if limit is None else None
+        session = _StreamedSession(answers, close, self._finish, world, place, left, following)
         session.others_go_on = limit is None and others
         session.verify = self.options.verify
         return session
@@ -260,8 +242,8 @@ class StreamedAdapter(Adapter):
         Raises:
             UnsupportedSourceError: the run's world cannot share them.
         """
-        streams = place.streams or self._layout.streams
-        if streams % (run.world.world_size * self._workers):
+        streams = place.streams
+        if streams % (run.world.world_size * self._pipeline.workers):
             if run.position or place.cursors:
                 raise UnsupportedSourceError(self._cannot_share(streams, run.world))
             streams = self._streams_for(run.world)
@@ -272,12 +254,14 @@ class StreamedAdapter(Adapter):
 
     def _cannot_share(self, streams: int, world: World) -> str:
         until = "" if self._pipeline.limit is not None else ", at least for the rest of this epoch"
-        one_each = not self._is_stated and self._usual == (1,)
-        more = "; with streams=12 from the start, more numbers do" if one_each else ""
+        more = "; with streams=12 from the start, more numbers do" if self._layout.fixed and not self._is_stated else ""
         return (
-            f"{streams} streams cannot be shared by {world.world_size} ranks x {self._workers} workers: run on numbers "
-            f"whose product divides {streams}{until}{more}"
+            f"{streams} streams cannot be shared by {self._readers(world)}: run on numbers whose product divides "
+            f"{streams}{until}{more}"
         )
+
+    def _readers(self, world: World) -> str:
+        return f"{world.world_size} ranks x {self._pipeline.workers} workers"
 
     def _check_world(self, run: Run) -> None:
         world, limit = run.world, self._pipeline.limit
@@ -291,18 +275,11 @@ class StreamedAdapter(Adapter):
 
     def close(self) -> None:
         """End persistent worker processes."""
-        if self._server is not None:
-            self._server.close()
+        self._server.close()
 
 
-def _nothing() -> None:
-    pass
-
-
-def _requests(
-    run: Run, place: Cursors, streams: int, last_pass: int | None, left: int | None
-) -> Iterator[StreamRequest]:
-    world = run.world
+def _requests(run: Run, place: Cursors, last_pass: int | None, left: int | None) -> Iterator[StreamRequest]:
+    world, streams = run.world, place.streams
     for step in itertools.count() if left is None else range(left):
         stream = (place.following + step * world.world_size + world.rank) % streams
         yield StreamRequest(run.session, streams, run.seed, stream, place.cursors[stream], last_pass)
@@ -312,12 +289,10 @@ class _StreamedSession(Session):
     """This rank's batches. A bookmark holds the cursors of its streams, and which stream is next.
 
     Attributes:
-        continues: the next epoch continues where this one ends.
         verify: what to do if the shard in which a stream begins is another than when the cursor was made.
     """
 
     bookmarks = True
-    continues = False
     verify: Verify = "off"
 
     def __init__(
@@ -327,14 +302,14 @@ class _StreamedSession(Session):
         finish: Finish,
         world: World,
         place: Cursors,
-        streams: int,
         left: int | None,
+        following: str | None,
     ) -> None:
         self._answers, self._close, self._finish, self._world = answers, close, finish, world
-        self._place, self._streams, self._left = place, streams, left
-        self._cursors = dict(place.cursors)
-        self._following = place.following
-        self._unseen = {stream: cursor.mark for stream, cursor in place.cursors.items() if cursor.mark}
+        self._streams, self._following, self._size, cursors = place
+        self._cursors, self._left = dict(cursors), left
+        self._next_epoch = following  # its detail; None if it continues where this one ends
+        self._unseen = {stream: cursor.mark for stream, cursor in cursors.items() if cursor.mark}
         self._ended_in_a_row = 0
 
     def take(self) -> Any:
@@ -377,17 +352,15 @@ class _StreamedSession(Session):
 
     def bookmark(self) -> Cursors:
         """The cursors of this rank's streams."""
-        return Cursors(self._following, self._place.size, dict(self._cursors), self._place.streams)
+        return Cursors(self._streams, self._following, self._size, dict(self._cursors))
 
     def detail(self, bookmark: Cursors) -> str:
         """As text."""
         return str(bookmark)
 
     def next_epoch_detail(self) -> str:
-        """The cursors at which the next epoch continues; one that is a pass begins anew."""
-        if self.continues:  # with the next epoch's own size, which follows from the world then
-            return str(Cursors(self._following, 0, dict(self._cursors), self._place.streams))
-        return str(Cursors(0, 0, {}, self._place.streams)) if self._place.streams else ""
+        """Where the next epoch begins, with its own size, which follows from the world then."""
+        return str(self.bookmark()._replace(size=0)) if self._next_epoch is None else self._next_epoch
 
     def close(self) -> None:
         self._answers = iter(())

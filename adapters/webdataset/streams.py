@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from midepoch.adapters.webdataset.archive import ShardReader
@@ -54,38 +55,37 @@ class Cursors(NamedTuple):
     """A rank's part of a state.
 
     Attributes:
+        streams: number of streams.
         following: number of the next batch of all ranks, modulo the number of streams.
         size: batches of all ranks in an epoch of with_epoch; 0 for this world's own number.
         cursors: the position of each stream that has been read.
-        streams: number of streams; 0 for the one that the fingerprint states.
     """
 
-    following: int
-    size: int
-    cursors: dict[int, Cursor]
-    streams: int = 0
+    streams: int
+    following: int = 0
+    size: int = 0
+    cursors: Mapping[int, Cursor] = MappingProxyType({})
 
     def __str__(self) -> str:
         cursors = ",".join(f"{stream}:{cursor}" for stream, cursor in sorted(self.cursors.items()))
-        streams = f"streams={self.streams};" if self.streams else ""
-        return f"{streams}next={self.following};size={self.size};{cursors}"
+        return f"streams={self.streams};next={self.following};size={self.size};{cursors}"
 
 
-_PLACE = re.compile(
-    r"(?:streams=(\d{1,4});)?next=(\d{1,9});size=(\d{1,18});((?:\d{1,4}:\d{1,18}(?:\.\d{1,18}){6}(?:,|$))*)"
+_CURSORS = re.compile(
+    r"streams=([1-9]\d{0,3});next=(\d{1,9});size=(\d{1,18});((?:\d{1,4}:\d{1,18}(?:\.\d{1,18}){6}(?:,|$))*)"
 )
 
 
 def parse_cursors(detail: str) -> Cursors:
     """The reverse of `str`. Raises StateCorruptError if the text is not of this form."""
-    match = _PLACE.fullmatch(detail)
+    match = _CURSORS.fullmatch(detail)
     if match is None:
         raise StateCorruptError("the state's detail is not from a streamed pipeline: load an undamaged state")
     cursors = {}
     for part in match[4].split(",") if match[4] else ():
         stream, _, cursor = part.partition(":")
         cursors[int(stream)] = Cursor(*map(int, cursor.split(".")))
-    return Cursors(int(match[2]), int(match[3]), cursors, int(match[1] or 0))
+    return Cursors(int(match[1]), int(match[2]), int(match[3]), cursors)
 
 
 class Layout(NamedTuple):
