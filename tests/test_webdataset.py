@@ -1062,6 +1062,7 @@ def test_a_shard_that_changes_while_it_is_read_is_an_error(urls: list[str]) -> N
     with pytest.raises(SourceError, match=f"{urls[3]} has changed since it was indexed"):
         batches += list(loader)
     assert loader.position == 10
+    loader = midepoch.wrap(numbers(urls))
     Path(urls[3]).unlink()
     with pytest.raises(SourceError, match="cannot be opened"):
         list(loader)

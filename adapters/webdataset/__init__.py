@@ -9,8 +9,8 @@
 | finish | the stages that run in the main process |
 | indexed, indexed_reader | shards whose samples can be read in any order |
 | archive | one shard that is read from its start |
-| streams | streams of such shards, and where they are |
-| streamed, stream_reader | pipelines over such shards |
+| streams | streams of such shards, where they are, and their batches |
+| streamed | pipelines over such shards |
 """
 
 from __future__ import annotations

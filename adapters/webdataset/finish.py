@@ -14,7 +14,7 @@ __all__ = ["Answer", "Finish"]
 
 
 class Answer(NamedTuple):
-    """A reader's answer to a request: a batch, or samples with the keys of their random streams, or nothing."""
+    """A reader's answer to a request: a batch with its first sample's key, or samples with their keys, or nothing."""
 
     values: list[Any]
     keys: list[int]
@@ -33,9 +33,24 @@ class Finish:
         self.needed = bool(self._sample_stages or self._batch_stages)
         self._streams = Streams(self._sample_stages, self._batch_stages) if streams and self.needed else None
 
-    @staticmethod
-    def check(values: list[Any], world: World) -> None:
-        """Raise SourceError if only one rank is left without a batch, or if one batch has become several."""
+    def begin_pass(self) -> None:
+        """Call this before the first answer of a session."""
+        if self._streams is not None:
+            self._streams.begin_pass()
+
+    def __call__(self, answer: Answer, world: World) -> list[Any]:
+        """Run the stages on a reader's answer.
+
+        Raises:
+            SourceError: only this rank is left without a batch, or one batch has become several.
+        """
+        streams = self._streams
+        if streams is None:
+            values = run_stages(self._batch_stages, run_stages(self._sample_stages, answer.values))
+        else:
+            values = self._under_streams(answer, streams)
+            if streams.made_late():  # the stages may have changed their input
+                streams.warn_of_late()
         if not values and world.world_size > 1:
             raise SourceError(
                 f"a stage after the DataLoader dropped a whole batch on rank {world.rank} of {world.world_size}, and "
@@ -43,31 +58,17 @@ class Finish:
             )
         if len(values) > 1:
             raise SourceError(f"one batch became {len(values)}: the stages after batched() must keep the number")
+        return values
 
-    def begin_pass(self) -> None:
-        """Call this before the first answer of a session."""
-        if self._streams is not None:
-            self._streams.begin_pass()
-
-    def __call__(self, answer: Answer, key: int) -> list[Any]:
-        """Run the stages on a reader's answer. `key`: of the batch's random stream."""
-        streams = self._streams
-        if streams is None:
-            return run_stages(self._batch_stages, run_stages(self._sample_stages, answer.values))
-        finished = self._under_streams(answer, key, streams)
-        if streams.made_late():  # the stages may have changed their input
-            streams.warn_of_late()
-        return finished
-
-    def _under_streams(self, answer: Answer, key: int, streams: Streams) -> list[Any]:
+    def _under_streams(self, answer: Answer, streams: Streams) -> list[Any]:
         with streams as start:
             survivors = answer.values
             if self._sample_stages:
                 survivors = []
-                for sample_key, value in zip(answer.keys, answer.values, strict=True):
-                    start(extend_key(sample_key, Purpose.SAMPLE))
+                for key, value in zip(answer.keys, answer.values, strict=True):
+                    start(extend_key(key, Purpose.SAMPLE))
                     survivors += run_stages(self._sample_stages, [value])
             if not survivors or not self._batch_stages:
                 return survivors
-            start(extend_key(key, Purpose.BATCH))
+            start(extend_key(answer.keys[0], Purpose.BATCH, 1))  # beside the batch's in the reader
             return run_stages(self._batch_stages, survivors)

@@ -16,8 +16,6 @@ from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities
 from midepoch.loader.place import Place
-from midepoch.order.keys import derive_key
-from midepoch.randomness.streams import Purpose
 from midepoch.reading.indexed import spans
 from midepoch.reading.sessions import SeeingSession
 from midepoch.reading.workers import Server
@@ -156,7 +154,7 @@ class IndexedAdapter(Adapter):
         detail = _counted_detail(base, share.size) if self._counted else ""
         after = _counted_detail(base + share.size, self._full_size(run.world) or 0) if self._counted else ""
         self._finish.begin_pass()
-        return _IndexedSession(answers, close, self._finish, share, (detail, after), run, base)
+        return _IndexedSession(answers, close, self._finish, share, (detail, after))
 
     def close(self) -> None:
         """End persistent worker processes, and close this process's files."""
@@ -199,12 +197,10 @@ class _IndexedSession(SeeingSession):
         finish: Finish,
         share: Share,
         details: tuple[str, str],
-        run: Run,
-        base: int,
     ) -> None:
         super().__init__()
         self._answers, self._close, self._finish = self.unwrapped(answers), close, finish
-        self._share, self._details, self._run, self._base = share, details, run, base
+        self._share, self._details = share, details
         self._taken = self._passed_over = 0
 
     def take(self) -> Any:
@@ -215,8 +211,7 @@ class _IndexedSession(SeeingSession):
                 raise StopIteration
             values = answer.values
             if self._finish.needed and values:
-                values = self._finish(answer, self._key())
-                self._finish.check(values, self._share.world)
+                values = self._finish(answer, self._share.world)
             if values:
                 break
             self._passed_over += 1
@@ -224,13 +219,6 @@ class _IndexedSession(SeeingSession):
         self._taken += 1
         self.position_correction = self._ahead()
         return values[0]
-
-    def _key(self) -> int:
-        """The key of the batch's stream in the main process, from its first position, as in the reader."""
-        share = self._share
-        step = self._taken + self._passed_over
-        position = share.start + step * share.global_batch + share.world.rank * share.batch_size
-        return derive_key(Purpose.BATCH, self._run.seed, self._base + position)
 
     def _ahead(self) -> int:
         """The number of units in skipped steps."""

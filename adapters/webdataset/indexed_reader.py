@@ -9,8 +9,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import default_collate, default_convert
-from webdataset import filters
 
 from midepoch.adapters.webdataset.drawn_shards import Drawn
 from midepoch.adapters.webdataset.finish import Answer
@@ -85,7 +83,6 @@ class IndexedReader:
         self._keys, self._grouping = keys, pipeline.grouping
         self._sample_stages, self._batch_stages = pipeline.sample_stages, pipeline.batch_stages
         self._batches = not pipeline.late_sample_stages  # otherwise the main process makes the batches
-        self._draws_in_batch = any(_may_draw(stage) for stage in self._batch_stages)
         self._ranges = RangeReader(index.shards)
         self._streams = Streams(self._sample_stages, self._batch_stages, keys) if streams else None
         self._orders: dict[tuple[int, int], EpochOrder] = {}
@@ -195,9 +192,9 @@ class IndexedReader:
             kept += [key] * len(values)
         if not survivors or not self._batch_stages:
             return Answer(survivors, kept)
-        if begin is not None and self._draws_in_batch:
-            begin(_batch_key(request, start))
-        return Answer(run_stages(self._batch_stages, survivors), [])
+        if begin is not None:
+            begin(derive_key(Purpose.BATCH, request.seed, request.base + start))
+        return Answer(run_stages(self._batch_stages, survivors), kept[:1])
 
 
     def _samples(self, data: bytes, shard: Shard, start: int) -> list[dict[str, Any]]:
@@ -205,13 +202,3 @@ class IndexedReader:
         named = ((self._keys.chosen(name), content) for name, content in parse_members(data, shard.url, start))
         files = ((name, content) for name, content in named if name is not None)
         return grouped(files, shard.url, shard.path or None, self._grouping)
-
-
-def _batch_key(request: IndexedRequest, start: int) -> int:
-    return derive_key(Purpose.BATCH, request.seed, request.base + start)
-
-
-def _may_draw(stage: Any) -> bool:
-    """False for webdataset's and torch's own functions that make a batch, which draw nothing."""
-    function = getattr(stage, "collate", getattr(stage, "function", stage))
-    return function not in (None, filters.default_collation_fn, default_collate, default_convert)

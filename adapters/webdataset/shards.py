@@ -229,16 +229,13 @@ class RangeReader:
                 f"{self._shards[number].url} could not be read at byte {start} ({error}): check its disk, then "
                 "continue: the next batch is this one again"
             ) from error
-        self._check(number, os.fstat(file))
-        return self._whole(data, number, start, length)
-
-    def _check(self, number: int, state: os.stat_result) -> None:
-        shard = self._shards[number]
+        state, shard = os.fstat(file), self._shards[number]
         if (state.st_size, str(state.st_mtime_ns)) != (shard.size, shard.stamp):
             raise SourceError(
                 f"{shard.url} has changed since it was indexed ({shard.size} bytes then, {state.st_size} now, or "
                 "another modification time): wrap the pipeline again"
             )
+        return self._whole(data, number, start, length)
 
     def _open(self, number: int) -> int:
         shard = self._shards[number]
@@ -246,11 +243,6 @@ class RangeReader:
             file = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise SourceError(f"{shard.url} cannot be opened ({error}): restore it, or wrap without it") from error
-        try:
-            self._check(number, os.fstat(file))
-        except SourceError:
-            os.close(file)
-            raise
         self._files[number] = file
         if len(self._files) > _OPEN_FILES:
             os.close(self._files.popitem(last=False)[1])

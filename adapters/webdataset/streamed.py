@@ -19,16 +19,21 @@ from midepoch.adapters.webdataset.finish import Finish
 from midepoch.adapters.webdataset.index import Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline
 from midepoch.adapters.webdataset.shards import quick_identity
-from midepoch.adapters.webdataset.stream_reader import StreamBatch, StreamedReader, StreamRequest
-from midepoch.adapters.webdataset.streams import Cursor, Cursors, Layout, parse_cursors
+from midepoch.adapters.webdataset.streams import (
+    Cursor,
+    Cursors,
+    Layout,
+    StreamBatch,
+    StreamedReader,
+    StreamRequest,
+    parse_cursors,
+)  # fmt: skip
 from midepoch.errors import StateCorruptError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
 from midepoch.loader.witnesses import Verify, tell_of_another
-from midepoch.order.keys import extend_key
-from midepoch.randomness.streams import Purpose
 from midepoch.reading.workers import Server
 from midepoch.state.parts import part_of, parts_in
 from midepoch.world import World
@@ -337,12 +342,7 @@ class _StreamedSession(Session):
         self._ended_in_a_row = 0
         if self._left is not None:
             self._left -= 1
-        values = batch.answer.values
-        if self._finish.needed:
-            first = batch.answer.keys[0] if batch.answer.keys else 0
-            values = self._finish(batch.answer, extend_key(first, Purpose.BATCH, 1))
-            self._finish.check(values, self._world)
-        return values
+        return self._finish(batch.answer, self._world) if self._finish.needed else batch.answer.values
 
     def _compare(self, mark: int, url: str, now: int) -> None:
         """Raise StateMismatchError, or warn once, if the shard in which a stream began has another content now."""
