@@ -53,6 +53,7 @@ from midepoch import (
     World,
 )
 from midepoch.loader.loader import Loader
+from midepoch.state.parts import seal_detail
 
 SIZE = 22
 
@@ -915,7 +916,7 @@ def test_a_sampler_that_differs_in_this_process_is_told_at_an_epoch_s_beginning(
         loader(1).load_state_dict(state)
     for detail in ("last=0", "last=", "crc"):
         with pytest.raises(StateError) if detail == "crc" else pytest.warns(MidepochWarning):
-            loader().load_state_dict(midepoch.reseal({**state, "detail": detail}))
+            loader().load_state_dict(midepoch.reseal({**state, "detail": seal_detail(detail, 0, state)}))
 
 
 class Drawing(IterableDataset[Any]):

@@ -14,7 +14,7 @@ import nvidia.dali
 from midepoch.adapters.dali import private
 from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError, warn
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
+from midepoch.loader.adapter import Adapter, Facts, Options, Reach, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
 from midepoch.state.codec import decode, encode
@@ -67,12 +67,12 @@ class CheckpointedAdapter(Adapter):
     """A source that DALI's checkpoints restore. The unit is one process's batch."""
 
     facts = Facts("batch", departs=frozenset({"order", "traces"}))
-    seals_detail = True  # DALI would crash, hang or read other data
-    needs_detail = True
+    reach = Reach.STATES
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self._live: LiveIterator | None = None
+        self._latest: LiveIterator | None = None  # which a session may have
 
     @abstractmethod
     def make(self, checkpoint: Checkpoint, run: Run) -> Any:
@@ -120,8 +120,11 @@ class CheckpointedAdapter(Adapter):
 
     def detail_at(self, here: Place, there: Where, seed: int, world: World) -> str:
         """The same checkpoint: the rest of its epoch is read, and thrown away."""
-        _check_way(Checkpoint.of(here.detail).at, there)
-        return here.detail
+        detail, live = here.detail, self._latest
+        if not detail and live is not None and live.place[0] == here.epoch != there[0]:
+            detail = Checkpoint(live.place, self.stated_shards(world), live.saved()).text()
+        _check_way(Checkpoint.of(detail).at, there)
+        return detail
 
     def open(self, run: Run) -> Session:
         """Batches from the position on."""
@@ -132,13 +135,13 @@ class CheckpointedAdapter(Adapter):
         """An iterator that has not been read."""
         self._live = LiveIterator(iterator, (0, 0))
 
-    def reach(self, run: Run) -> LiveIterator:
+    def lead_to(self, run: Run) -> LiveIterator:
         """An iterator whose next batch is the run's first. The current one is used if it is at that place."""
         checkpoint, live = Checkpoint.of(run.detail), self._live
         if live is None or not live.is_at(checkpoint):
             self.close()  # frees its memory before another one is made
             live = LiveIterator(self.make(checkpoint, run), checkpoint.at, checkpoint.saved or None)
-        self._live = None
+        self._live, self._latest = None, live
         if live.place != (run.epoch, run.position):
             live.begin_next_epoch()
         return live
@@ -149,7 +152,7 @@ class CheckpointedAdapter(Adapter):
 
     def close(self) -> None:
         """End the iterator's threads and free its memory."""
-        live, self._live = self._live, None
+        live, self._live, self._latest = self._live, None, None
         if live is not None:
             self.end(live.iterator)
 
@@ -218,7 +221,7 @@ class CheckpointedSession(Session):
             raise StopIteration
         live = self._live
         if live is None:
-            live = self._live = self._adapter.reach(self._run)
+            live = self._live = self._adapter.lead_to(self._run)
         epoch, position = live.place
         try:
             batch = live.take(self._run.world.world_size)

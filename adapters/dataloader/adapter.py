@@ -245,11 +245,6 @@ class MapDataLoaderAdapter(Adapter):
             else promises.ONE_STATE,
         )
 
-    @property
-    def can_seek(self) -> bool:
-        """Anywhere, also where each rank's state has the CRC of its own list."""
-        return True
-
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """Compare the CRC of a listed order's list: of this epoch, or at an epoch's beginning of the last one."""
         if not isinstance(self._order, MaterializedOrder):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.session import ENDED, StatefulSession
 from midepoch.errors import StateCorruptError, StateError, UnsupportedSourceError, warn
-from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
+from midepoch.loader.adapter import Adapter, Facts, Options, Reach, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key
@@ -54,7 +54,7 @@ class StatefulAdapter(Adapter):
 
     name: ClassVar[str] = "stateful"
     facts = Facts("batch", remembers=False)
-    seals_detail = True
+    reach = Reach.STATES  # `EPOCHS` where epochs follow from their number, and not from what was read before
     rewinds: bool = False  # iterating the source starts an epoch, whatever others have read from it
     how_to_divide: ClassVar[str] = "Give each rank its own part"
 
@@ -149,28 +149,13 @@ class StatefulAdapter(Adapter):
             raise StateCorruptError(
                 f"the state stands at position {position} but lacks the source's own state: load a complete state"
             )
-        elif (why := self.unreachable(epoch, position, detail)) and self._read_epoch != epoch - 1:
+        elif (why := self.unreachable(Place(epoch, position))) and self._read_epoch != epoch - 1:
             raise StateError(f"{why}: load a state that was saved after a batch")
 
     def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """The source's own state at its end leads to the next epoch. No other one leads to a place not read."""
         ended = here.detail.startswith(ENDED) and there == (here.epoch + 1, 0)
-        return here.detail.removeprefix(ENDED) if ended and not self.begins_anew else ""
-
-    def unreachable(self, epoch: int, position: int, detail: str) -> str:
-        """Why nothing leads to the beginning of an epoch that follows one left early."""
-        if not epoch or position or detail or self.begins_anew:
-            return ""
-        return (
-            f"the state is of the beginning of epoch {epoch}, before its first batch, and epoch {epoch - 1} was not "
-            f"read to its end: {type(self.source).__name__} gets there by reading on, in the same process, and by no "
-            "state"
-        )
-
-    @property
-    def begins_anew(self) -> bool:
-        """Whether its epochs follow from their number, and not from what was read before."""
-        return self.rewinds
+        return here.detail.removeprefix(ENDED) if ended and self.reach is Reach.STATES else ""
 
     def state_in(self, detail: str) -> Any:
         """The source's own state in a detail."""
@@ -224,7 +209,8 @@ class StatefulAdapter(Adapter):
     def begin(self, run: Run) -> None:
         """A session begins to read."""
         epoch, follows = run.epoch, 0 if self._read_epoch is None else self._read_epoch + 1
-        if epoch not in (0, self._read_epoch, follows) and not (run.detail or self.begins_anew or self._set_epoch):
+        follows_its_number = self.reach is not Reach.STATES or self._set_epoch is not None
+        if epoch not in (0, self._read_epoch, follows) and not (run.detail or follows_its_number):
             warn(
                 f"epoch {epoch} is the next pass of this {type(self.source).__name__}, whatever its number: it counts "
                 "its passes itself, and has no set_epoch; load a state to go elsewhere",

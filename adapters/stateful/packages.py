@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.adapter import NOT_RESTORED, StatefulAdapter, is_of
 from midepoch.errors import UnsupportedSourceError
-from midepoch.loader.adapter import Options, Run
+from midepoch.loader.adapter import Options, Reach, Run
 from midepoch.loader.capabilities import Capabilities, Capability
 
 __all__ = ["RESTORED_BY_GRAIN", "DatasetsAdapter", "GrainAdapter"]
@@ -30,6 +30,7 @@ class DatasetsAdapter(StatefulAdapter):
     """
 
     name: ClassVar[str] = "datasets"
+    reach = Reach.EPOCHS
     how_to_divide = "Divide it by datasets.distributed.split_dataset_by_node"
 
     @classmethod
@@ -58,11 +59,6 @@ class DatasetsAdapter(StatefulAdapter):
         """Whether it came from `split_dataset_by_node`."""
         return private.hugging_face_divides(self.source)
 
-    @property
-    def begins_anew(self) -> bool:
-        """Yes: it is told the epoch, and led back to its beginning."""
-        return True
-
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """Start in the epoch's own shuffle of the shards."""
         self.source.set_epoch(run.epoch)
@@ -77,6 +73,7 @@ class GrainAdapter(StatefulAdapter):
     """Grain's DataLoader and IterDataset, whose iterators keep the state."""
 
     name: ClassVar[str] = "grain"
+    reach = Reach.EPOCHS
     rewinds = True
     how_to_divide = "Pass ShardOptions to a sampler, or slice a MapDataset, as in dataset[rank::world_size]"
 

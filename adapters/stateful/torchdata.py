@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, Wei
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.adapter import StatefulAdapter, has_state, is_of, is_stream
 from midepoch.adapters.stateful.keyed import keyed
-from midepoch.loader.adapter import Options, Run
+from midepoch.loader.adapter import Options, Reach, Run
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order.keys import TORCH_KEYS, derive_key
 from midepoch.randomness.owned import find_generators
@@ -31,7 +31,6 @@ class TorchdataAdapter(StatefulAdapter):
     """
 
     name: ClassVar[str] = "stateful-dataloader"
-    rewinds = True
     how_to_divide = "Pass it a DistributedSampler, or a dataset that divides itself"
 
     def __init__(self, source: Any, options: Options) -> None:
@@ -46,6 +45,7 @@ class TorchdataAdapter(StatefulAdapter):
         self._inside_first = None if self._inside is None else self._inside.state_dict()
         # Another dataset with a state of its own goes on from where it stands, so it has to be led back.
         self.rewinds = self._inside is not None or not has_state(source.dataset)
+        self.reach = Reach.EPOCHS if self.rewinds else Reach.STATES
         self._leaves_the_dataset = not self.rewinds  # whose state is believed to restore its own generators
         # What a shuffle buffer, or a worker process, has read ahead is not in the state of such a dataset.
         buffered = self._inside is not None and private.has_shuffle_buffer(self._inside) is not False

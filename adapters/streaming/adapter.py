@@ -66,8 +66,6 @@ class StreamingAdapter(Adapter):
     """A DataLoader over a StreamingDataset: Streaming's own loader or torch's."""
 
     name: ClassVar[str] = "streaming"
-    seals_detail = True
-    needs_detail = True
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -216,14 +214,11 @@ class StreamingAdapter(Adapter):
 
     # --- states ---
 
-    def start_detail(self, epoch: int, world: World) -> str:
-        """The parameters of the order."""
-        return str(self._order_parameters(world))
-
     def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
-        """The same parameters."""
-        self._check_position(*there, world, here.detail)
-        return here.detail or self.start_detail(there[0], world)
+        """The parameters of the order."""
+        if there != here[:2]:
+            self._check_position(*there, world, here.detail)
+        return here.detail or str(self._order_parameters(world))
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """Check that this run can follow the saved order."""

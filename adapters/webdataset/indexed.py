@@ -44,7 +44,6 @@ class IndexedAdapter(Adapter):
         self._limit = pipeline.limit
         # An epoch ends where with_epoch says, so the state must say where it began.
         self._counted = self._limit is not None and self._limit.units is not None
-        self.needs_detail = self.seals_detail = self._counted
         self._reader = IndexedReader(index, self._order, pipeline, keys, options.streams)
         self._finish = Finish(pipeline, options.streams)
         self._server = Server(pipeline.reads_in, options)
@@ -87,18 +86,16 @@ class IndexedAdapter(Adapter):
             raise StateCorruptError(f"epoch {epoch} begins after {base} samples, which is too many: use a lower epoch")
         return base
 
-    def start_detail(self, epoch: int, world: World) -> str:
+    def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """With with_epoch: where the epoch begins, counted through all passes, and its size."""
         if not self._counted:
             return ""
-        return _counted_detail(self._base(epoch, world, ""), self._full_size(world) or 0)
-
-    def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
-        """Skip the rest of an epoch of with_epoch."""
-        if there != (here.epoch + 1, 0) or not self._counted:
-            return ""
-        base, size = _parse_counted(here.detail or self.start_detail(here.epoch, world))
-        return _counted_detail(base + size, self._full_size(world) or 0)
+        if here.detail and there[0] == here.epoch:
+            return here.detail
+        base = self._base(there[0], world, "")
+        if here.detail and there == (here.epoch + 1, 0):  # the rest of the epoch is skipped
+            base = sum(_parse_counted(here.detail))
+        return _counted_detail(base, self._full_size(world) or 0)
 
     # --- description ---
 

@@ -30,7 +30,7 @@ from midepoch.adapters.webdataset.streams import (
 )  # fmt: skip
 from midepoch.errors import StateCorruptError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
+from midepoch.loader.adapter import Adapter, Facts, Options, Reach, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
 from midepoch.loader.witnesses import Verify, tell_of_another
@@ -50,7 +50,6 @@ class StreamedAdapter(Adapter):
     """A pipeline over shards that can only be read from their start. The unit is a batch."""
 
     name: ClassVar[str] = "webdataset-streams"
-    seals_detail = True
 
     def __init__(self, source: Any, options: Options, pipeline: Pipeline, keys: Keys, reason: str) -> None:
         super().__init__(source, options)
@@ -68,7 +67,8 @@ class StreamedAdapter(Adapter):
         self._streams = self._layout.streams  # of the open session, or of the last one
         # Each stream batches by itself.
         self.facts = Facts("batch", seed=pipeline.seed, departs=frozenset({"order", "tail"}))
-        self.needs_detail = pipeline.limit is not None or not self._is_stated
+        # With with_epoch, an epoch begins where the one before has ended.
+        self.reach = Reach.EPOCHS if pipeline.limit is None else Reach.STATES
         if pipeline.limit is not None and pipeline.limit.passes is not None:
             raise UnsupportedSourceError("repeat(n) on shards that are streamed: use with_epoch, or loop over epochs")
         refill = bool(options.settings.get("refill", False))
@@ -153,13 +153,6 @@ class StreamedAdapter(Adapter):
         shared = (math.lcm(number, readers) for number in self._usual)
         return next((number for number in shared if number <= most), readers)
 
-    def start_detail(self, epoch: int, world: World) -> str:
-        """The number of streams, if it is another than the fingerprint states."""
-        try:
-            return self._beginning(self._streams_for(world))
-        except UnsupportedSourceError:  # it is raised where the epoch is opened
-            return ""
-
     def _beginning(self, streams: int) -> str:
         return "" if streams == self._layout.streams else str(Cursors(streams))
 
@@ -185,9 +178,15 @@ class StreamedAdapter(Adapter):
         return str(Cursors(places[0].streams, following, places[0].size, cursors))
 
     def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
-        """The next epoch continues where with_epoch ended one. It keeps the number of streams."""
+        """The next epoch continues where with_epoch ended one. It keeps the number of streams.
+
+        At other beginnings it is the number of streams, if that is another than the fingerprint states.
+        """
         if not here.detail or there != (here.epoch + 1, 0):
-            return ""
+            try:
+                return self._beginning(self._streams_for(world))
+            except UnsupportedSourceError:  # it is raised where the epoch is opened
+                return ""
         place = parse_cursors(here.detail)
         if self._pipeline.limit is None:
             return self._beginning(place.streams)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 from ..errors import MidepochError, StateCorruptError, StateError, UnsupportedSourceError
-from ..loader.adapter import Adapter, Facts, Options, Run, Session
+from ..loader.adapter import Adapter, Facts, Options, Reach, Run, Session
 from ..loader.capabilities import Capabilities, Capability
 from ..loader.loader import Loader
 from ..loader.part import Part
-from ..loader.place import Place
+from ..loader.place import Place, Unknown
 from ..state.format import State
 from ..state.parts import parts_in, unseal_detail
 from ..world import Share, World
@@ -42,8 +42,7 @@ class CombinedAdapter(Adapter):
     """Several loaders as one source. Its unit is a step of all ranks."""
 
     name: ClassVar[str] = "combined"
-    seals_detail = True
-    needs_detail = True
+    reach = Reach.EPOCHS  # within an epoch, the parts' places follow only from reading
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -107,7 +106,7 @@ class CombinedAdapter(Adapter):
     def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
         """The steps that are left, if each part knows its own length."""
         self._check_world(world)
-        standings = Standings.read(detail or self.start_detail(epoch, world), len(self.parts))
+        standings = Standings.read(detail or self.upcoming(epoch), len(self.parts))
         if position == 0:
             ended = [False] * len(self.parts)
             bases = standings.bases
@@ -199,11 +198,6 @@ class CombinedAdapter(Adapter):
         """Whether all parts are."""
         return all(part.loader.is_rank_independent for part in self.parts)
 
-    @property
-    def can_seek(self) -> bool:
-        """Yes, to beginnings of epochs; `detail_at` refuses other places."""
-        return True
-
     def check_reshard(self, world: World) -> None:
         """Of all parts, before the first of them is shared anew."""
         for part in self.parts:
@@ -238,15 +232,6 @@ class CombinedAdapter(Adapter):
             return state
         return part.state_at(state, epoch)
 
-    @property
-    def jumps(self) -> bool:
-        """Never: within an epoch, the parts' places follow only from reading."""
-        return False
-
-    def start_detail(self, epoch: int, world: World) -> str:
-        """The parts' places."""
-        return self.upcoming(epoch)
-
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """Check that it is complete and of this place, and that each part accepts its own state."""
         if not detail:
@@ -256,13 +241,12 @@ class CombinedAdapter(Adapter):
             part.check(state)
 
     def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
-        """Only to beginnings of epochs. Within one, the parts' places follow only from reading."""
-        epoch, position = there
-        if position:
-            raise StateError(
-                "within an epoch a combination stands where its parts stand: seek the parts before they are combined, "
-                "or load a state"
-            )
+        """To the beginning of an epoch."""
+        if isinstance(here.detail, Unknown):
+            raise StateError(str(here.detail))
+        epoch, _ = there
+        if not here.detail and there == here[:2]:
+            return self.upcoming(epoch)
         standings = Standings.read(here.detail or self.upcoming(here.epoch), len(self.parts))
         states = []
         for part, base, state in zip(self.parts, standings.bases, standings.states, strict=True):

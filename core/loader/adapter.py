@@ -6,6 +6,7 @@ open a session at a place. The rules of iteration (the end of an epoch, loading,
 
 from __future__ import annotations
 
+import enum
 import functools
 import random
 from abc import ABC, abstractmethod
@@ -23,7 +24,9 @@ from ..world import MicroShare, Share, Tail, World, check_tail
 from .capabilities import Capabilities, Capability, with_then
 from .place import Place
 
-__all__ = ["MOST_IN_FLIGHT", "Adapter", "Around", "Facts", "Options", "Run", "Samples", "Session", "WitnessReport"]
+__all__ = [
+    "MOST_IN_FLIGHT", "Adapter", "Around", "Facts", "Options", "Reach", "Run", "Samples", "Session", "WitnessReport",
+]  # fmt: skip
 
 MOST_IN_FLIGHT = 1024  # batches that were handed out and not trained on
 
@@ -162,6 +165,14 @@ class Facts:
     departs: frozenset[str] | None = frozenset({"order"})
 
 
+class Reach(enum.Enum):
+    """Where a session can be opened that no state was saved at."""
+
+    ANYWHERE = "at any place"
+    EPOCHS = "at the beginning of any epoch"
+    STATES = "nowhere: only reading, or a state, leads to a place"
+
+
 @dataclass(frozen=True)
 class WitnessReport:
     """What a reader saw of the samples that a run asked to look at.
@@ -294,9 +305,7 @@ class Adapter(ABC):
     Attributes:
         name: appears in states and messages. Never change it once states have it.
         facts: what is fixed about the source, or stated by it. They may change between epochs.
-        seals_detail: the detail contains a position of its own. A checksum ties it to the state's position, so that a
-            state whose position was edited by hand is refused, and does not continue where the detail leads.
-        needs_detail: `detail_at` needs the detail of the place it starts from, not only epoch and position.
+        reach: where a session can be opened without having been led there by reading, or by a state.
         settings: names of the keywords of `wrap` that only this adapter has; it checks their values itself.
         redescribed: how often `describe` has begun to give something else.
         around: what passes the source's batches on; None if they are handed out as they are. Set by `wrap`.
@@ -305,8 +314,7 @@ class Adapter(ABC):
     name: ClassVar[str]
     settings: ClassVar[frozenset[str]] = frozenset()
     facts: Facts = Facts()
-    seals_detail: bool = False
-    needs_detail: bool = False
+    reach: Reach = Reach.ANYWHERE
 
     def __init__(self, source: Any, options: Options) -> None:
         self.source = source
@@ -488,20 +496,11 @@ class Adapter(ABC):
         """Whether the state is the same on every rank. If not, each rank's `detail` is its own part."""
         return self.stated_promises.rank_independent.holds
 
-    @property
-    def can_seek(self) -> bool:
-        """Whether `detail_at` can find any place. If not, only a state can reach a place within an epoch."""
-        return self.rank_independent
-
-    @property
-    def begins_anew(self) -> bool:
-        """Whether the beginning of any epoch can be reached, without a detail and in any process."""
-        return self.can_seek
-
+    @final
     @property
     def jumps(self) -> bool:
         """Whether a session can be opened anywhere in an epoch without reading what is before."""
-        return self.can_seek and self.stated_promises.constant_time_resume.holds
+        return self.reach is Reach.ANYWHERE and self.stated_promises.constant_time_resume.holds
 
     @abstractmethod
     def open(self, run: Run) -> Session:
@@ -518,16 +517,15 @@ class Adapter(ABC):
     def reshard(self, world: World) -> None:  # noqa: B027  # nothing to do for most
         """Tell the loaders inside that the rest of the epoch is shared by another world. No session is open."""
 
-    def start_detail(self, epoch: int, world: World) -> str:
-        """The detail of a state saved at an epoch's beginning, before a session is opened."""
-        return ""
-
     def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """The detail of a place that no session has reached: after a `seek` or a ``break``, or in a later epoch.
 
+        Of an epoch's beginning without a detail, it is asked for again before a session is opened there.
+
         Args:
-            here: the loader's place; its detail is empty unless `needs_detail` is set.
-            there: (epoch, position), before or after `here`.
+            here: the loader's place. Its detail is empty if only an expensive bookmark could say it, and `Unknown` if
+                the source cannot.
+            there: (epoch, position), before or after `here`, or the same.
             seed: that of a session opened there.
             world: likewise.
 
@@ -559,9 +557,16 @@ class Adapter(ABC):
         if detail:
             raise StateCorruptError(f"a state of {self.name} has no detail, but this one does: use an undamaged state")
 
-    def unreachable(self, epoch: int, position: int, detail: str) -> str:
-        """Why no other process can be led to a place where this one stands; empty if it can."""
-        return ""
+    @final
+    def unreachable(self, place: Place) -> str:
+        """Why no state leads to a place where this loader is; empty if one does."""
+        if self.facts.remembers or self.reach is not Reach.STATES or place.position or place.detail or not place.epoch:
+            return ""
+        return (
+            f"the state is of the beginning of epoch {place.epoch}, before its first batch, and epoch "
+            f"{place.epoch - 1} was not read to its end: {type(self.source).__name__} gets there by reading on, in the "
+            "same process, and by no state"
+        )
 
     def samples(self, seed: int, epoch: int) -> Samples | None:
         """The samples of an epoch, for trials that a job cannot afford; None if they cannot be read one by one."""

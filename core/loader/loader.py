@@ -18,7 +18,7 @@ from ..errors import (
 )
 from ..state.format import State
 from ..world import MicroShare, Share, World
-from .adapter import Adapter, Options
+from .adapter import Adapter, Options, Reach
 from .body import RUNNING, Body, check_epochs, warn_of_done
 from .capabilities import Capabilities
 from .notebook import table
@@ -298,7 +298,7 @@ class Loader:
         world = self._setting.world() if reading is None else reading.run.world
         self._progress.refresh()
         last_read = place.epoch if place.position else place.epoch - 1
-        if why := self._adapter.unreachable(place.epoch, place.position, place.detail):
+        if why := self._adapter.unreachable(place):
             warn(
                 f"{why}. Save after a batch: no other loader can load this state",
             )
@@ -359,8 +359,10 @@ class Loader:
         if size is not None and position > size:
             raise ValueError(f"position must be at most the epoch's size {size}, got {position}")
         ends = self._progress.is_at_end and (epoch, position) == (self.epoch + 1, 0)  # where the source has led already
-        begins = not position and self._adapter.begins_anew
-        if not (self._adapter.can_seek or begins or ends):
+        reach = self._adapter.reach
+        if position and reach is Reach.EPOCHS:
+            raise StateError("within an epoch, only states lead to a place of this source: load one, or seek an epoch")
+        if reach is Reach.STATES and not ends:
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
         if size and position == size:
             self._move(self._progress.place_at(epoch + 1, 0).before(size))

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import StateError
 from ..state.format import State
 from ..world import Share, Tail, World
-from .adapter import Samples
+from .adapter import Reach, Samples
 from .capabilities import Capabilities
 from .loader import Loader
 from .place import Place
@@ -174,7 +174,7 @@ class Part:
         if (state["epoch"], state["position"]) == (epoch, 0):
             return state
         adapter = self.loader._adapter
-        if not adapter.begins_anew and epoch != state["epoch"] + 1:
+        if adapter.reach is Reach.STATES and epoch != state["epoch"] + 1:
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
         here = self._place_in(state)
         if here.at_end:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Self
 from ..errors import MidepochError, SourceError, StateError, warn
 from ..state.format import State
 from ..world import Share, World
-from .adapter import Adapter, Options, Run
+from .adapter import Adapter, Options, Reach, Run
 from .body import Body, Interval
 from .place import Place, Unknown
 from .reading import History, Reading, new_history
@@ -227,9 +227,14 @@ class Progress:
     def place_at(self, epoch: int, position: int) -> Place:
         """The place at (epoch, position), which no session need have reached."""
         adapter, there = self.adapter, (epoch, position)
-        here = Place(self.epoch, self.position)
-        if adapter.needs_detail or here[:2] == there or self.is_at_end:
-            here = self.here()
+        here, must = Place(self.epoch, self.position), self.is_at_end
+        if adapter.facts.remembers or self.reading is None or must or here[:2] == there:
+            try:
+                here = self.here()
+            except StateError as error:
+                if must or here[:2] == there:
+                    raise
+                here = here._replace(detail=Unknown(str(error)))
         if here[:2] == there:
             return here
         if here.at_end:
@@ -313,7 +318,9 @@ class Progress:
             self.unfinished = None
             adapter.prepare(seed, place.epoch)
             share = adapter.share(seed, place.epoch, 0, world, place.detail)
-        detail = place.detail or ("" if place.position else adapter.start_detail(place.epoch, world))
+        detail = place.detail
+        if not detail and not place.position:
+            detail = adapter.detail_at(place, place[:2], seed, world)
         if place == self.origin:
             # As the source says it now, which reading changes.
             self.origin = place._replace(detail=detail)
@@ -607,7 +614,7 @@ class Progress:
         """Be at the next epoch's beginning; in a body, right before it. `resumed`: nothing was left of this one."""
         epoch, position = reading.run.epoch, reading.position
         following: Place | None = None
-        if not self.adapter.can_seek:
+        if self.adapter.reach is Reach.STATES:
             with contextlib.suppress(Exception):  # a source that cannot say its state is read all the same
                 following = Place(epoch + 1, 0, reading.session.next_epoch_detail())
         self.suspend()
@@ -631,7 +638,7 @@ class Progress:
         unexpected = not (self.failed or self.ends_early)
         if place.at_end or unexpected:
             self._log_empty()
-        if not (place.at_end or (unexpected and not self.adapter.can_seek)):
+        if not (place.at_end or (unexpected and self.adapter.reach is Reach.STATES)):
             # Less than a global batch is left. The epoch ends where it does on a rank that was given its last batch.
             world = self.setting.world()
             size = self.adapter.size(self.setting.seed(world), place.epoch, world, self.here().detail)
@@ -725,8 +732,8 @@ class Progress:
             return False
         left = self.new_epoch and self.has_begun and not self.is_at_end
         going_on = epoch is None and latest is not None and not self.is_at_end
-        # Where a source cannot seek, only reading leads to the next epoch.
-        if not going_on and (self.is_at_end or self.epoch == epoch or (left and self.adapter.can_seek)):
+        left = left and self.adapter.reach is not Reach.STATES  # otherwise only reading leads to the next epoch
+        if not going_on and (self.is_at_end or self.epoch == epoch or left):
             self.end_epoch()
             self.new_epoch = True
             if latest is not None:

@@ -34,7 +34,8 @@ class States:
         """The state at a place."""
         adapter, detail = self._adapter, place.detail
         if not detail and (place.at_end or not place.position):
-            detail = adapter.start_detail(place.epoch + place.at_end, world)
+            begins = place.after() if place.at_end else place
+            detail = adapter.detail_at(begins, begins[:2], seed, world)
         if not place.at_end:
             adapter.expect(seed, place.epoch)
         if adapter.redescribed != self._redescribed:
@@ -52,9 +53,9 @@ class States:
             "batch_size": adapter.facts.batch_size,
             "fingerprint": self._fingerprint,
         }
-        if adapter.seals_detail:
+        if detail:
             detail = parts.seal_detail(detail, world.rank if own else 0, fields)
-        detail = parts.single_part(world.rank, detail) if detail and own else detail
+            detail = parts.single_part(world.rank, detail) if own else detail
         return states.build(**fields, detail=detail, witness=witness)
 
     def _warn_of_package(self, fingerprint: str) -> None:
@@ -104,9 +105,8 @@ class States:
 
     def place(self, state: State, world: World) -> Place:
         """The place of a state, with this rank's detail."""
-        adapter, detail = self._adapter, state["detail"]
-        if adapter.seals_detail:
-            detail = parts.unseal_detail(state, adapter.rank_independent)
+        adapter = self._adapter
+        detail = parts.unseal_detail(state, adapter.rank_independent)
         if detail and not adapter.rank_independent:
             detail = adapter.rank_part(detail, state["world_size"], world)
         # Only a body of `epochs` saves the end of an epoch; otherwise the state is that of the next one's beginning.

@@ -258,10 +258,6 @@ class IterableAdapter(Adapter):
             return "" if self._draws is None else self._detail(self._draws, seed, there[0])
         return f"workers={self._workers};chain="
 
-    def start_detail(self, epoch: int, world: World) -> str:
-        """That the source is replayed, if a sample has deviated."""
-        return _VARIES if self._varies else ""
-
     def _detail(self, draws: tuple[int, ...], seed: int, epoch: int) -> str:
         """Of a place within an epoch: the draws of a sample, and the CRC of the samplers' lists, if there are any."""
         crc = "" if self._driven is None else self._driven.crc(seed, epoch)

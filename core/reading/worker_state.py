@@ -26,7 +26,7 @@ from ..errors import (
     warn,
 )
 from ..loader import promises
-from ..loader.adapter import Adapter, Facts, Options, Run, Session
+from ..loader.adapter import Adapter, Facts, Options, Reach, Run, Session
 from ..loader.capabilities import Capabilities, Capability
 from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
@@ -215,7 +215,7 @@ class WorkerStateAdapter(Adapter):
     """
 
     facts = Facts("batch")
-    seals_detail = True
+    reach = Reach.EPOCHS
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
@@ -263,15 +263,6 @@ class WorkerStateAdapter(Adapter):
             elastic_workers=Capability(False, "each worker process has a stream of its own"),
             rank_independent=Capability(False, "each rank knows only its own part: use midepoch.gather(loader)"),
         )
-
-    @property
-    def begins_anew(self) -> bool:
-        """Yes: worker processes are new in each epoch."""
-        return True
-
-    def detail_at(self, here: Any, there: tuple[int, int], seed: int, world: World) -> str:
-        """Nothing at the beginning of an epoch."""
-        return ""
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """One position for each worker."""

@@ -75,11 +75,8 @@ def _seal_of(text: str, rank: int, state: Mapping[str, Any]) -> str:
 
 
 def seal_detail(text: str, rank: int, state: Mapping[str, Any]) -> str:
-    """A detail with a checksum that `reseal` does not renew, so that it cannot be moved to another place.
-
-    Empty at the very beginning, where there is nothing to protect.
-    """
-    return _seal_of(text, rank, state) + text if text or state["epoch"] or state["position"] else ""
+    """A detail with a checksum that `reseal` does not renew, so that it cannot be moved to another place."""
+    return _seal_of(text, rank, state) + text if text else ""
 
 
 def unseal_detail(state: Mapping[str, Any], rank_independent: bool) -> str:
@@ -92,9 +89,7 @@ def unseal_detail(state: Mapping[str, Any], rank_independent: bool) -> str:
 
     def opened(sealed: str, rank: int) -> str:
         epoch, position, text = state["epoch"], state["position"], sealed[_SEAL:]
-        if not sealed and not epoch and not position:
-            return ""
-        if not sealed or sealed[:_SEAL] != _seal_of(text, rank, state):
+        if sealed and sealed[:_SEAL] != _seal_of(text, rank, state):
             raise StateCorruptError(
                 "the source's own part of the state was damaged, or does not belong to the state's position (epoch "
                 f"{epoch}, position {position}): use an undamaged state, or loader.seek to go elsewhere"
