@@ -34,7 +34,7 @@ import midepoch
 from midepoch import MidepochError
 from midepoch.loader.loader import Loader
 from midepoch.order.keys import derive_key, derive_keys, extend_key, mix
-from midepoch.randomness.globals import GlobalGenerators
+from midepoch.randomness.globals import NAMES, GlobalGenerators
 from midepoch.randomness.streams import Streams
 from midepoch.reading.collating import draws_nothing
 
@@ -642,10 +642,10 @@ def test_streams_do_not_depend_on_what_ran_before() -> None:
     streams = Streams()
     numbers = []
     for noise in range(3):
-        with streams.under(7):
-            streams.start(noise)
+        with streams as start:
+            start(noise)
             random.gauss(0, 1), np.random.standard_normal(), torch.randn(noise + 1)
-            streams.start(7)
+            start(7)
             numbers.append(caller_draws())
     assert numbers[0] == numbers[1] == numbers[2]
 
@@ -665,11 +665,10 @@ def test_the_caller_gets_every_bit_back_and_a_draw_is_seen(light: bool, odd: int
     for _ in range(odd):
         random.gauss(0, 1), np.random.standard_normal(), torch.randn(1), torch.randn(1, dtype=torch.float64)
     before = every_state()
-    none = (False, False, False)
     for name, draw in sources.DRAWS.items():
         if name == "sample_generator":  # draws from no generator of the process
             continue
-        ours.take_over(none)
+        ours.take_over(())
         assert ours.stamp() == ours.at
         draw()
         assert ours.stamp() != ours.at, name
@@ -692,12 +691,12 @@ def test_generators_that_are_not_used_are_at_rest_by_the_key(light: bool) -> Non
     for warm in range(3):
         ours = GlobalGenerators(light)
         for _ in range(warm):
-            ours.take_over((True, True, True))
-            ours.seed_numpy(warm), ours.seed_torch(warm)
+            ours.take_over(NAMES)
+            ours.seeding(NAMES)(warm)
             np.random.rand()
             ours.restore()
         ours.rest_at(77)
-        ours.take_over((False, False, False))
+        ours.take_over(())
         seen.append(numbers())
         ours.restore()
     assert seen[0] == seen[1] == seen[2] and seen[0][0] == 77
@@ -707,7 +706,7 @@ def test_generators_that_are_not_used_are_at_rest_by_the_key(light: bool) -> Non
         for warm in range(3):
             for _ in range(warm):
                 numbers(), random.gauss(0, 1)
-            ours.stay((False, False, False))
+            ours.stay(())
             seen.append([*numbers(), random.gauss(0, 1)])
         assert seen[3] == seen[4] == seen[5] and seen[3][:3] == seen[0]
     finally:

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 import midepoch
 import midepoch.reading.tar
 from midepoch import SourceError, StateError, StateMismatchError, UnsupportedSourceError, World
-from midepoch.randomness.streams import Streams
+from midepoch.randomness.globals import GlobalGenerators
 
 wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
 
@@ -820,13 +820,13 @@ def test_a_stage_that_draws_for_a_few_samples_is_exact(urls: list[str]) -> None:
 
 def test_stages_that_draw_nothing_cost_no_seeding(urls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     keys: list[int] = []
-    start = Streams.start
+    seeding = GlobalGenerators.seeding
 
-    def counted(self: Streams, key: int) -> None:
-        keys.append(key)
-        start(self, key)
+    def counted(self: GlobalGenerators, seeded: Any) -> Any:
+        start = seeding(self, seeded)
+        return lambda key: (keys.append(key), start(key))
 
-    monkeypatch.setattr(Streams, "start", counted)
+    monkeypatch.setattr(GlobalGenerators, "seeding", counted)
     with midepoch.wrap(numbers(urls)) as loader:
         iterator = iter(loader)
         first = next(iterator)

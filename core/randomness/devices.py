@@ -55,16 +55,19 @@ class DeviceGenerators:
         found = self._find()
         return bool(found) and (self._is_late(found) or [_state(each) for each in self._held] != self._at)
 
-    def restore(self) -> None:
-        """Restore the states. Generators that did not exist before are left as they were made."""
+    def restore(self) -> bool:
+        """Restore the states. Generators that did not exist before are left as they were made. Returns `used`."""
         found = self._find()
-        self.late = bool(found) and self._is_late(found)
-        if found:
-            for each, (seed, offset) in zip(self._held, self._saved, strict=False):
-                each.manual_seed(seed)
-                each.set_offset(offset)
-            for each in found[len(self._held) :]:
-                each.set_offset(0)
+        if not found:
+            return False
+        self.late = self._is_late(found)
+        used = self.late or [_state(each) for each in self._held] != self._at
+        for each, (seed, offset) in zip(self._held, self._saved, strict=False):
+            each.manual_seed(seed)
+            each.set_offset(offset)
+        for each in found[len(self._held) :]:
+            each.set_offset(0)
+        return used
 
     def _is_late(self, found: Sequence[Any]) -> bool:
         return any(each.get_offset() for each in found[len(self._held) :])

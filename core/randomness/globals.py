@@ -18,7 +18,7 @@ import random
 import struct
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,9 @@ import torch
 
 from ..order.keys import TORCH_KEYS
 
-__all__ = ["GlobalGenerators", "Stamp"]
+__all__ = ["NAMES", "GlobalGenerators", "Stamp"]
+
+NAMES = ("python", "numpy", "torch")
 
 _WORDS = 624  # of the state of a Mersenne Twister, which all three are
 _START = 64  # bytes of the state that torch gives: its seed, its index and some words
@@ -46,25 +48,19 @@ class GlobalGenerators:
         light: False uses only public calls.
 
     Attributes:
-        python: python's generator.
-        seed_python, seed_numpy, seed_torch: seed one of them. After python's, set its `gauss_next` to None. numpy's
-            takes 32 bits: give it the upper half of a key, because torch seeds a generator of the same kind with the
-            lower one, and the numbers would be equal. Mask torch's with `TORCH_KEYS`.
         at: the stamp with which the generators were taken over, or were last noted.
     """
 
     def __init__(self, light: bool = True) -> None:
-        self.python: Any = random._inst
-        parent: Any = super(random.Random, self.python)  # without what is done about arguments and old versions
-        self.seed_python, self._set_python = parent.seed, parent.setstate
+        self._python: Any = random._inst
+        parent: Any = super(random.Random, self._python)  # without what is done about arguments and old versions
+        self._seed_python, self._set_python = parent.seed, parent.setstate
         self._numpy: Any = np.random.mtrand._rand
-        self.seed_numpy: Callable[[int], None] = self._numpy.seed
         self._get_numpy, self._set_numpy = np.random.get_bit_generator, np.random.set_bit_generator
         # In place of the caller's, so that a seed gives the same numbers whichever bit generator the caller has.
         self._ours = np.random.MT19937(0)
         self._torch = torch.default_generator
-        self.seed_torch: Callable[[int], Any] = self._torch.manual_seed
-        self._python_words = _python_words(self.python) if light and _python_is_known() else random.getstate
+        self._python_words = _python_words(self._python) if light and _python_is_known() else random.getstate
         self._numpy_words = _numpy_words(self._ours) if light and _numpy_is_known() else self._state_of_ours
         self._torch_size = _START if light and _torch_is_known() else len(self._torch.get_state())
         self._no_engine = _no_engine() if light and _pair_is_known() else None
@@ -83,18 +79,36 @@ class GlobalGenerators:
         self._numpy_rest = self._numpy_words()
         self._torch_rest = ctypes.string_at(engine.data_ptr(), self._torch_size)
 
+    def seeding(self, seeded: Collection[str]) -> Callable[[int], None]:
+        """What seeds some of them with a 64-bit key. It is called for each sample."""
+        python, seed_python, seed_numpy, seed_torch = (
+            self._python, self._seed_python, self._numpy.seed, self._torch.manual_seed
+        )  # fmt: skip
+        seeds_python, seeds_numpy, seeds_torch = "python" in seeded, "numpy" in seeded, "torch" in seeded
+
+        def start(key: int) -> None:
+            if seeds_python:
+                seed_python(key)
+                python.gauss_next = None
+            if seeds_numpy:
+                seed_numpy(key >> 32)  # torch seeds a generator of its kind with the lower half
+            if seeds_torch:
+                seed_torch(key & TORCH_KEYS)
+
+        return start
+
     def stamp(self) -> Stamp:
         """The stamp as it is now."""
         engine = self._torch.get_state()
         return (
-            (self._python_words(), self.python.gauss_next),
+            (self._python_words(), self._python.gauss_next),
             self._numpy_words(),
             ctypes.string_at(engine.data_ptr(), self._torch_size),
         )
 
-    def take_over(self, seeded: Sequence[bool]) -> None:
+    def take_over(self, seeded: Collection[str]) -> None:
         """Save the caller's states, and put numpy's and torch's generator at rest that will not be `seeded`."""
-        python = self._python_words(), self.python.gauss_next
+        python = self._python_words(), self._python.gauss_next
         if python != self._python_at:
             self._python_saved, self._python_at = random.getstate(), python
         callers = self._get_numpy()
@@ -104,7 +118,7 @@ class GlobalGenerators:
         finally:
             self._set_numpy(self._ours)
         numpy = self._numpy_words()
-        if not seeded[1] and numpy != self._numpy_rest:
+        if "numpy" not in seeded and numpy != self._numpy_rest:
             self._ours.state, numpy = self._rest[0], self._numpy_rest
         self._torch.set_state(self._rest[1])
         self.at = python, numpy, self._torch_rest
@@ -116,21 +130,21 @@ class GlobalGenerators:
         if pair["has_gauss"]:
             _apart(self._numpy, self._no_engine, self._numpy.set_state, pair)
         self._torch.set_state(engine)
-        if (self._python_words(), self.python.gauss_next) != self._python_at:
-            _, words, self.python.gauss_next = self._python_saved
+        if (self._python_words(), self._python.gauss_next) != self._python_at:
+            _, words, self._python.gauss_next = self._python_saved
             self._set_python(words)
 
-    def stay(self, seeded: Sequence[bool]) -> None:
+    def stay(self, seeded: Collection[str]) -> None:
         """Put those at rest that will not be `seeded`. Others may have taken them over since, and restored nothing."""
         self._set_numpy(self._ours)
         python, numpy, engine = self.stamp()
-        if not seeded[0] and python != self._python_rest:
-            self.seed_python(self._rest_key)
-            self.python.gauss_next = None
+        if "python" not in seeded and python != self._python_rest:
+            self._seed_python(self._rest_key)
+            self._python.gauss_next = None
             python = self._python_rest = self._python_words(), None
-        if not seeded[1] and numpy != self._numpy_rest:
+        if "numpy" not in seeded and numpy != self._numpy_rest:
             self._ours.state, numpy = self._rest[0], self._numpy_rest
-        if not seeded[2] and engine != self._torch_rest:
+        if "torch" not in seeded and engine != self._torch_rest:
             self._torch.set_state(self._rest[1])
             engine = self._torch_rest
         self.at = python, numpy, engine

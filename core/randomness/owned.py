@@ -11,6 +11,7 @@ It looks here, and nowhere else (docs/limits.md shows what is not found):
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import random
@@ -134,16 +135,11 @@ def _children(path: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str
 
 
 def _closed_over(function: types.FunctionType) -> list[tuple[str, Any]]:
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-    return [(f".{name}", cell.cell_contents) for name, cell in cells if _is_filled(cell)]
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+    found = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with contextlib.suppress(ValueError):  # an empty cell
+            found.append((f".{name}", cell.cell_contents))
+    return found
 
 
 def _members(value: Any, kind: type) -> Iterator[tuple[str, Any]]:

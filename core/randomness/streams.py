@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
 from ..errors import MidepochError, warn
-from ..order.keys import TORCH_KEYS, derive_key
+from ..order.keys import derive_key
 from .devices import DeviceGenerators
-from .globals import GlobalGenerators, Stamp
+from .globals import NAMES, GlobalGenerators, Stamp
 from .owned import OwnedGenerator, find_generators
 
 __all__ = ["Purpose", "Streams", "process_seed", "sample_generator", "without_keys"]
@@ -43,18 +44,9 @@ class Purpose:
     REST = 9  # generators that no code uses
 
 
-class _Each(NamedTuple):
-    """Something for each global generator, for those of devices together, and for `sample_generator`."""
-
-    python: bool
-    numpy: bool
-    torch: bool
-    devices: bool
-    sample: bool
-
-
-_NONE, _ALL = _Each(*[False] * 5), _Each(*[True] * 5)
-_NOTHING: Any = ()
+_NONE: frozenset[str] = frozenset()
+_ALL = frozenset((*NAMES, "devices", "sample"))
+"""The global generators; those of devices together; and that of `sample_generator`."""
 
 # `streams`: those under which this thread reads; None outside.
 _current = threading.local()
@@ -79,7 +71,7 @@ def process_seed() -> int:
     """torch's initial seed, read and not consumed: the default seed of a single process."""
     streams: Streams | None = getattr(_current, "streams", None)
     if streams is not None:
-        streams.asked = streams.asked_seed = True  # a sample that depends on it has to be read under its key
+        streams.asked |= {"torch"}  # a sample that depends on it has to be read under its key
     return torch.initial_seed() % (1 << 64)
 
 
@@ -94,12 +86,12 @@ def sample_generator() -> np.random.Generator:
         MidepochError: no sample is being read in this thread.
     """
     streams: Streams | None = getattr(_current, "streams", None)
-    if streams is None or not (streams.keyless or streams.key is not None):
+    if streams is None or (streams.key is None and "sample" in streams.seeds):
         raise MidepochError(
             "no sample is being read here: call midepoch.sample_generator() inside the dataset, collate_fn or then= of "
             "a loader made by midepoch.wrap, with randomness='sample'"
         )
-    streams.asked = True
+    streams.asked |= {"sample"}
     if streams.key is None:
         return np.random.Generator(np.random.Philox(0))  # the batch will be read again, under its keys
     if streams.generator is None:
@@ -143,11 +135,10 @@ class Streams:
 
     Attributes:
         first: no batch of this pass has been read. Generators that the next one creates are looked for after it.
-        key: of the current sample; None if there is none.
+        seeds: the generators that are seeded in this batch.
+        key: of the current sample; None if there is none, or if no code uses `sample_generator`.
         generator: that of `sample_generator` for this key; None if none was made.
-        keyless: this batch is read without keys.
-        asked: `sample_generator` was called in this batch, or the seed of the process was asked for.
-        asked_seed: the latter.
+        asked: what was used in this batch that leaves no other trace: `sample_generator`, and torch's seed.
         kept: a batch used a generator when it was first read, and not when it was read again.
     """
 
@@ -155,21 +146,21 @@ class Streams:
         self._roots = roots
         self._owned: list[OwnedGenerator] | None = None
         self._warned: set[str] = set()  # paths
-        self._globals = lent = GlobalGenerators()
+        self._globals = GlobalGenerators()
         self._devices = DeviceGenerators() if devices else None
-        # Looked up once: these are called for every sample.
-        self._python: Any = lent.python
-        self._seed_python, self._seed_numpy, self._seed_torch = lent.seed_python, lent.seed_numpy, lent.seed_torch
         self._rest_key = 0
         self._used, self._known = _NONE, False  # by this code; and whether a first batch has shown it
-        self._seeds = _ALL  # what `start` seeds
-        self._noted: _Each | None = None  # used in this batch before the last `start`; None if that is not noted
+        self._starts: list[Callable[[int], Any]] = []  # seed what is seeded, and
+        self._start: Callable[[int], Any] | None = None  # all of it; None if that is nothing
+        self._start_is_known = False
+        self._noted: frozenset[str] | None = None  # used in this batch before the last key; None if that is not noted
         self._saved: Sequence[Any] | None = None  # the states of the source's own; None between batches
         self._stays = False  # nothing is restored
         self._outer: Streams | None = None
         self._turn: threading.Lock | None = None  # while this thread has it
         self._late: list[str] = []  # the paths of generators that the first batch has made
-        self.first = self.keyless = self.asked = self.asked_seed = self.kept = False
+        self.first = self.kept = False
+        self.seeds = self.asked = _NONE
         self.key: int | None = None
         self.generator: np.random.Generator | None = None
 
@@ -212,8 +203,10 @@ class Streams:
         if self._owned:
             known = {id(each.generator) for each in before}
             late = [each for each in self._owned if id(each.generator) not in known]
-        # Known generators keep their path for this pass, even if samples have moved them.
-        self._owned, self._late = [*before, *late], [each.path for each in late]
+            # Known generators keep their path for this pass, even if samples have moved them.
+            self._owned, self._late = [*before, *late], [each.path for each in late]
+        else:
+            self._owned = before
         return bool(late) or (self._devices is not None and self._devices.late)
 
     def warn_of_late(self) -> None:
@@ -225,6 +218,7 @@ class Streams:
         )
 
     def _search(self, more: tuple[object, ...]) -> None:
+        self._start_is_known = False
         self._owned, hopeless = find_generators(*self._roots, *more)
         for path in hopeless:
             if path not in self._warned:
@@ -237,7 +231,7 @@ class Streams:
     @property
     def drawn(self) -> bool:
         """Whether code has drawn, as far as was noted, or may have drawn from generators of the source's own."""
-        return any(self._used) or bool(self._owned)
+        return bool(self._used or self._owned)
 
     # --- reading what can be read again ---
 
@@ -254,25 +248,25 @@ class Streams:
             again: called before the batch is read again; returns what reads it then. None if `call` does.
             notes: `drew` is to tell of each sample.
         """
-        joined = _NONE
+        missed = _NONE
         while True:
-            start = self._enter(self._used if self._known else _ALL, notes or not self._known or joined is not _NONE)
+            start = self._enter(self._used if self._known else _ALL, notes or not self._known or bool(missed))
             try:
                 batch = call(start)
             except Exception:
-                used, more = self._leave()
-                if more is _NONE:
+                missed = self._leave()[1]
+                if not missed:
                     raise
             except BaseException:
                 self._leave()
                 raise
             else:
-                used, more = self._leave()
-                if joined is not _NONE and not any(map(operator.and_, joined, used)):
+                before = missed
+                used, missed = self._leave()
+                if before and not before & used:
                     self.kept = True
-                if more is _NONE and not (self.first and self.made_late()):
+                if not (missed or (self.first and self.made_late())):
                     return batch
-            joined = more
             if again is not None:
                 call = again()
 
@@ -287,9 +281,8 @@ class Streams:
 
     def drew(self) -> bool:
         """Whether code has drawn since the last sample was begun, in a batch that `notes`."""
-        devices = self._devices
-        drew = self.asked or self._globals.stamp() != self._globals.at
-        return drew or (devices is not None and devices.used())
+        lent, devices = self._globals, self._devices
+        return bool(lent.stamp() != lent.at or self.asked or (devices is not None and devices.used()))
 
     # --- reading what can be read once ---
 
@@ -300,7 +293,7 @@ class Streams:
         """
         if self._owned is None:
             self._search(())
-        return cast(Callable[[int], None], self._enter(_ALL, notes and not self.drawn))
+        return cast(Callable[[int], Any], self._enter(_ALL, notes and not self.drawn))
 
     def end(self, *error: object) -> None:
         """Restore the caller's generators as `begin` found them. May be called twice."""
@@ -318,114 +311,106 @@ class Streams:
 
     # --- both ---
 
-    def start(self, key: int) -> None:
-        """Seed the generators with `key`."""
-        self.key, self.generator = key, None
-        python, numpy, engine, devices, _ = self._seeds
-        if python:
-            self._seed_python(key)
-            self._python.gauss_next = None
-        if numpy:
-            self._seed_numpy(key >> 32)
-        if engine:
-            self._seed_torch(key & TORCH_KEYS)
-        if devices and self._devices is not None:
-            self._devices.seed(key)
+    def _make_start(self) -> None:
+        """Make what seeds those of `seeds`, and the source's own. It refers to no Streams, which would be a cycle."""
+        seeds, devices = self.seeds, self._devices
+        self._starts = [self._globals.seeding(seeds)] if seeds else []
+        if devices is not None and "devices" in seeds:
+            self._starts.append(devices.seed)
         if self._owned:
-            for each in self._owned:
-                each.start(derive_key(key, each.salt))
+            self._starts += [functools.partial(_start_owned, each) for each in self._owned]
+        if len(self._starts) == 1 and "sample" not in seeds:
+            self._start = self._starts[0]
+        else:
+            self._start = functools.partial(_start_all, self._starts) if self._starts else None
+        self._start_is_known = True
 
     def _start_noting(self, key: int) -> None:
-        lent, devices, noted = self._globals, self._devices, self._noted
-        assert noted is not None
+        lent, devices = self._globals, self._devices
+        assert self._noted is not None
         stamp = lent.stamp()
-        if stamp != lent.at or self.asked or (devices is not None and devices.used()):
-            self._noted, self.asked, self.asked_seed = _either(noted, self._moved(stamp)), False, False
-        self.start(key)
+        if stamp != lent.at or self.asked:
+            self._noted |= self._used_since(stamp)
+        if devices is not None and devices.used():
+            self._noted |= {"devices"}
+        self.key, self.generator, self.asked = key, None, _NONE
+        for start in self._starts:
+            start(key)
         lent.at = lent.stamp()
 
-    def _enter(self, seeds: _Each, notes: bool) -> Callable[[int], None] | None:
+    def _used_since(self, stamp: Stamp) -> frozenset[str]:
+        """What was used since the stamp `at`, but for devices. `stamp`: as it is now."""
+        return self.asked.union(itertools.compress(NAMES, map(operator.ne, stamp, self._globals.at)))
+
+    def _enter(self, seeds: frozenset[str], notes: bool) -> Callable[[int], Any] | None:
         """Take over the generators, to seed these; the others are at rest. Returns what seeds, if anything is to be."""
         global _owner
         outer = getattr(_current, "streams", None)
         self._outer = outer = None if outer is self else outer  # which an interrupt may have left there
-        _current.streams, self.key, self.generator = self, None, None
-        self.asked = self.asked_seed = False
-        self._seeds, self._noted = seeds, _NONE if notes else None
+        _current.streams, self.key, self.asked = self, None, _NONE
+        self._noted, self._turn = _NONE if notes else None, None
+        if not (self._start_is_known and self.seeds is seeds):
+            self.seeds = seeds
+            self._make_start()
         self._stays = outer is None and get_worker_info() is not None
-        self._turn = None
         if self._stays:
             self._globals.stay(seeds)
-            self._saved = _NOTHING
+            self._saved = ()
         else:
             if outer is None:
                 self._turn = turn = _turn if _turn.acquire(blocking=False) else _wait()
                 if turn is not None:
                     _owner = threading.get_ident()
             self._globals.take_over(seeds)
-            self._saved = [each.save() for each in self._owned] if self._owned else _NOTHING
+            self._saved = [each.save() for each in self._owned] if self._owned else ()
         if self._devices is not None:
             self._devices.take_over(self._rest_key)
-        if notes:
-            self.keyless = False
-            return self._start_noting
-        self.keyless = not (self._owned or True in seeds)
-        return None if self.keyless else self.start
+        return self._start_noting if notes else self._start
 
-    def _leave(self) -> tuple[_Each, _Each]:
+    def _leave(self) -> tuple[frozenset[str], frozenset[str]]:
         """Restore the caller's generators. Returns what the batch has used, and what of it was not seeded."""
         global _owner
-        lent, devices, noted, seeds = self._globals, self._devices, self._noted, self._seeds
-        at = lent.at
-        stamp = at if noted is None and seeds is _ALL else lent.stamp()
-        same = stamp == at or (  # but for what was seeded, unless that is noted
-            noted is None
-            and (seeds[0] or stamp[0] == at[0])
-            and (seeds[1] or stamp[1] == at[1])
-            and (seeds[2] or stamp[2] == at[2])
-        )
-        quiet = same and not self.asked and (devices is None or not devices.used())
-        used = _NONE if quiet else self._moved(stamp)
+        lent, devices, noted, seeds = self._globals, self._devices, self._noted, self.seeds
+        used = _NONE
+        if noted is not None or seeds is not _ALL:
+            stamp = lent.stamp()
+            if stamp != lent.at or self.asked:
+                used = self._used_since(stamp)
         if not self._stays:
             lent.restore()
             if self._saved:
                 for each, state in zip(self._owned or (), self._saved, strict=False):
                     each.restore(state)
-        if devices is not None:
-            devices.restore()
+        if devices is not None and devices.restore():
+            used |= {"devices"}
         if self._turn is not None:
             _owner = 0  # first: the next thread says whose it is after it has it
             self._turn.release()
             self._turn = None
         self._saved, _current.streams = None, self._outer
         if noted is not None:
-            used, self._known = _either(noted, used) if used is not _NONE else noted, True
-        if used is _NONE:
+            used, self._known = used | noted, True
+            self._used |= used
+        if not used:
             return used, used
-        more = _Each(*map(operator.gt, used, seeds))
-        if more.sample and not self.keyless:  # all samples had a key
-            more = more._replace(sample=False)
+        missed = used - seeds
         if devices is not None and devices.late:  # they were not seeded
-            more = more._replace(devices=True)
-        if noted is not None or any(more):
-            self._used = _either(self._used, used)
-        return used, more if any(more) else _NONE
-
-    def _moved(self, stamp: Stamp) -> _Each:
-        """What was used since the batch or, if that is noted, the sample was begun."""
-        at, devices = self._globals.at, self._devices
-        return _Each(
-            stamp[0] != at[0],
-            stamp[1] != at[1],
-            stamp[2] != at[2] or self.asked_seed,
-            devices is not None and devices.used(),
-            self.asked,
-        )
+            missed |= {"devices"}
+        if missed:
+            self._used |= missed
+        return used, missed
 
     def __reduce__(self) -> tuple[Callable[..., Streams], tuple[object, ...]]:
         # A worker process looks for the generators of its own copy.
         return functools.partial(Streams, devices=self._devices is not None), self._roots
 
 
-def _either(one: _Each, other: _Each) -> _Each:
-    return _Each(*map(operator.or_, one, other))
+def _start_all(starts: list[Callable[[int], Any]], key: int) -> None:
+    streams = _current.streams
+    streams.key, streams.generator = key, None
+    for start in starts:
+        start(key)
+
+
+def _start_owned(generator: OwnedGenerator, key: int) -> None:
+    generator.start(derive_key(key, generator.salt))
