@@ -50,11 +50,10 @@ class MaterializedEpoch:
 
     Attributes:
         error: of the sampler's own, which ended its list; None if it came to its end.
-        wrote: what the dataset looked like when the sampler was asked for an iterator, if it has set something since.
     """
 
-    def __init__(self, items: list[Any], error: Exception | None = None, wrote: PlainAttributes | None = None) -> None:
-        self._items, self.error, self.wrote = items, error, wrote
+    def __init__(self, items: list[Any], error: Exception | None = None) -> None:
+        self._items, self.error = items, error
 
     @property
     def units(self) -> int:
@@ -87,14 +86,12 @@ class MaterializedOrder:
 
     Attributes:
         dataset: that the sampler may know. What a copy of the sampler sets on it is set back.
-        in_workers: the dataset is read in worker processes, which see it as it is when they start.
         untried: why it was not tried on a copy whether it repeats itself; empty if it was.
     """
 
     def __init__(self, sampler: Any, size: int | None = None) -> None:
         self._sampler, self._size = sampler, size
         self.dataset: Any = None
-        self.in_workers = False
         self.untried = ""
         self._begun: dict[tuple[int, int], MaterializedEpoch] = {}  # by seed and epoch, of the last two passes
         self._ahead: tuple[tuple[Any, ...], MaterializedEpoch] | None = None  # from a copy, and what it depends on
@@ -162,7 +159,7 @@ class MaterializedOrder:
 
         Raises:
             SourceError: as `epoch`.
-            UnsupportedSourceError: the sampler sets something on the dataset from one index to the next.
+            UnsupportedSourceError: the sampler sets something on the dataset while it gives its indices.
         """
         listed = self._begun.get((seed, epoch))
         # One that failed at its first index is asked again: no batch of it was handed out.
@@ -209,19 +206,6 @@ class MaterializedOrder:
         """Drop the lists: the next pass asks the sampler again."""
         self._begun.clear()
         self._ahead = None
-
-    @contextlib.contextmanager
-    def as_it_began(self, listed: MaterializedEpoch) -> Iterator[None]:
-        """A context in which the dataset looks as worker processes see it that a plain pass starts.
-
-        They start before the sampler gives its first index, and see nothing of what it sets from then on.
-        """
-        if listed.wrote is None:
-            yield
-            return
-        with self._set_back():
-            set_back(self.dataset, listed.wrote)
-            yield
 
     def twin(self) -> MaterializedOrder:
         """The same order for another loader of the same source, which may go on with a pass that was begun here."""
@@ -270,28 +254,22 @@ class MaterializedOrder:
     def _of_itself(self, seed: int, epoch: int) -> MaterializedEpoch:
         """The list of the sampler itself."""
         before = plain_attributes(self.dataset)
-        looks: list[PlainAttributes] = []  # as it was asked for an iterator, and after its first index
-        names: list[str] = []
+        began: PlainAttributes | None = None  # as it was asked for its iterator
 
         def look() -> None:
+            nonlocal began
             seen = plain_attributes(self.dataset)
-            if len(looks) < 2:
-                looks.append(seen)
-            elif not names:
-                names.extend(changed(looks[1], seen))
+            began = seen if began is None else began
+            if names := changed(began, seen):
+                set_back(self.dataset, before)
+                raise UnsupportedSourceError(
+                    f"{type(self._sampler).__name__} sets {', '.join(names[:4])} of the dataset while it gives "
+                    "indices, which are listed before the first batch: set it when the sampler is asked for its "
+                    "iterator, or put it into the index, as in yield [(size, index) for index in batch], which "
+                    "__getitem__ takes apart"
+                )
 
-        listed = self._list(self._sampler, seed, epoch, look)
-        look()
-        if names and not self.in_workers:
-            set_back(self.dataset, before)
-            raise UnsupportedSourceError(
-                f"{type(self._sampler).__name__} sets {', '.join(names[:4])} of the dataset between its indices, which "
-                "are listed before the first batch: put what changes into the index, as in yield [(size, index) for "
-                "index in batch], which __getitem__ takes apart"
-            )
-        if changed(looks[0], plain_attributes(self.dataset)):
-            listed.wrote = looks[0]
-        return listed
+        return self._list(self._sampler, seed, epoch, look)
 
     @contextlib.contextmanager
     def _set_back(self) -> Iterator[None]:
@@ -305,7 +283,7 @@ class MaterializedOrder:
     def _list(self, sampler: Any, seed: int, epoch: int, look: Callable[[], None] = lambda: None) -> MaterializedEpoch:
         """What the sampler, or a copy, gives for an epoch, under the epoch's stream.
 
-        `look`: called when the sampler was asked for an iterator, after its first index, and now and then afterwards.
+        `look`: called when the sampler was asked for an iterator, after its first index, now and then, and at its end.
 
         Raises:
             SourceError: it does not end.
@@ -319,9 +297,9 @@ class MaterializedOrder:
             while error is None:
                 given = len(items)
                 error = _extend(items, itertools.islice(source, max(1, given // _LOOKED_AT)))
+                look()
                 if len(items) == given:
                     break
-                look()
                 indices += sum(map(len, items[given:])) if isinstance(items[0], list | tuple) else len(items) - given
                 if indices > most and (len(items) > length or indices > _LONGEST) and not self._pure:
                     raise SourceError(self._does_not_end(items, most if len(items) > length else _LONGEST))

@@ -160,7 +160,7 @@ class Sized(Dataset[Any]):
 
 
 class Writes(BatchSampler):
-    """Sets the size for each batch, before its first, or when it is asked for an iterator."""
+    """Sets the size for each batch, before its first, after its last, or when it is asked for an iterator."""
 
     def __init__(self, dataset: Any, when: str) -> None:
         super().__init__(RandomSampler(dataset), 4, False)
@@ -180,6 +180,8 @@ class Writes(BatchSampler):
             if self.when == "before each" or (self.when == "before its first" and not number):
                 self.dataset.size = sizes[number] + self.epoch
             yield batch
+        if self.when == "after its last":
+            self.dataset.size += 1
 
 
 def sizes(loader: Any) -> list[int]:
@@ -192,9 +194,13 @@ def written(when: str, workers: dict[str, Any], inside: bool = False) -> tuple[S
     return dataset, DataLoader(seen, batch_sampler=Writes(dataset, when), **workers)
 
 
+WHILE = [("here", "before each"), ("here", "before its first"), ("here", "after its last"), ("fork", "before each")]
+
+
 @pytest.mark.parametrize("inside", [False, True])
-def test_one_that_sets_it_for_each_batch_is_refused_with_the_cure(inside: bool) -> None:
-    dataset, source = written("before each", {}, inside)
+@pytest.mark.parametrize(("method", "when"), WHILE)
+def test_one_that_sets_it_while_it_gives_batches_is_refused_with_the_cure(method: str, when: str, inside: bool) -> None:
+    dataset, source = written(when, METHODS[method], inside)
     loader = midepoch.wrap(source, seed=1)
     for _ in range(2):
         with pytest.raises(UnsupportedSourceError, match=r"Writes sets size of the dataset.*yield \[\(size, index\)"):
@@ -202,32 +208,18 @@ def test_one_that_sets_it_for_each_batch_is_refused_with_the_cure(inside: bool) 
         assert "size" not in vars(dataset) or dataset.size == 32
 
 
-@pytest.mark.parametrize("when", ["at its start", "before its first"])
+@pytest.mark.parametrize("method", ["here", "fork"])
 @pytest.mark.parametrize("asks", [False, True])
-def test_what_one_sets_before_its_first_batch_holds_for_the_pass(when: str, asks: bool) -> None:
-    plain_data, plain = written(when, {})
-    our_data, source = written(when, {})
-    loader = midepoch.wrap(source, seed=1)
-    for epoch in range(3):
-        if asks:
-            before = dict(vars(our_data))
-            loader.state_dict(), len(loader)
-            assert vars(our_data) == before, "a copy that is listed leaves no trace"
-        source.batch_sampler.epoch = plain.batch_sampler.epoch = epoch  # type: ignore[union-attr]
-        plain.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
-        assert sizes(loader) == sizes(plain)
-        assert vars(our_data) == vars(plain_data)
-
-
-SET = [("fork", "before each"), ("fork", "before its first"), ("fork", "at its start"), ("spawn", "before each")]
-
-
-@pytest.mark.parametrize(("method", "when"), SET)
-def test_workers_see_what_was_set_when_they_started(method: str, when: str) -> None:
-    plain_data, plain = written(when, METHODS[method])
-    our_data, source = written(when, METHODS[method])
+def test_what_one_sets_when_it_is_asked_for_its_iterator_holds_for_the_pass(method: str, asks: bool) -> None:
+    plain_data, plain = written("at its start", METHODS[method])
+    our_data, source = written("at its start", METHODS[method])
     with midepoch.wrap(source, seed=1) as loader:
-        for epoch in range(1 if method == "spawn" else 2):
+        for epoch in range(3):
+            if asks:
+                before = dict(vars(our_data))
+                loader.state_dict(), len(loader)
+                assert vars(our_data) == before, "a copy that is listed leaves no trace"
+            source.batch_sampler.epoch = plain.batch_sampler.epoch = epoch  # type: ignore[union-attr]
             plain.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
             assert sizes(loader) == sizes(plain)
             assert vars(our_data) == vars(plain_data)

@@ -7,14 +7,13 @@ process or in as many worker processes as the DataLoader specifies (midepoch.rea
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from dataclasses import replace
-from operator import is_
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from midepoch.attributes import appearance
 from midepoch.errors import StateCorruptError, StateMismatchError, UnsupportedSourceError, warn
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
@@ -84,7 +83,6 @@ class MapDataLoaderAdapter(Adapter):
         self._listed_batches = batch_sampler is not None and type(batch_sampler) is not BatchSampler
         self._parts = self._parts_now()
         self._spec = self._interpret(self._parts)
-        self._held = list(getattr(self._parts.sampler, "__dict__", {}).values())
         seed = self._spec.seed
         if seed is None and isinstance(source.generator, torch.Generator):
             seed = source.generator.initial_seed() % (1 << 64)
@@ -117,7 +115,9 @@ class MapDataLoaderAdapter(Adapter):
             self.facts, batch_size=parts.batch_size, drop_last=parts.drop_last, tail=spec.tail, world=spec.world
         )
         if isinstance(self._order, MaterializedOrder):
-            self._order.dataset, self._order.in_workers = self.source.dataset, self.source.num_workers > 0
+            self._order.dataset, self._looks = self.source.dataset, ()
+        else:
+            self._looks = appearance(self._parts.sampler)
 
     def _make_reader(self) -> MapReader:
         source, single = self.source, self.source.batch_sampler is None
@@ -134,10 +134,8 @@ class MapDataLoaderAdapter(Adapter):
         parts, known, order = self._parts_now(), self._parts, self._order
         same = parts.sampler is known.sampler
         # What is listed is asked again in each pass. Other orders follow from the sampler's attributes.
-        held = list(getattr(parts.sampler, "__dict__", {}).values())
-        keeps = same and (
-            isinstance(order, MaterializedOrder) or (len(held) == len(self._held) and all(map(is_, held, self._held)))
-        )
+        looks = () if isinstance(order, MaterializedOrder) else appearance(parts.sampler)
+        keeps = same and looks == self._looks
         if keeps and parts[1:] == known[1:]:
             return
         spec = self._spec
@@ -151,7 +149,7 @@ class MapDataLoaderAdapter(Adapter):
                     f"the sampler's seed was {self._spec.seed} when it was wrapped, and is {spec.seed} "
                     f"now: wrap a DataLoader whose sampler is made with seed={spec.seed}"
                 )
-        self._parts, self._spec, self._held = parts, spec, held
+        self._parts, self._spec = parts, spec
         self._take_over()
         self.redescribed += 1
         self.learned()
@@ -302,8 +300,7 @@ class MapDataLoaderAdapter(Adapter):
                 )
         indices = order.epoch(run.seed, run.epoch) if listed is None else listed
         requests = map_requests(run, indices, unchanged(self.source.dataset, self._length), self._listed_batches)
-        with nullcontext() if listed is None or not isinstance(order, MaterializedOrder) else order.as_it_began(listed):
-            answers, close = self._server(self._reader, requests, run)
+        answers, close = self._server(self._reader, requests, run)
         if listed is None:
             return IteratorSession(answers, close=close)
         return IteratorSession(answers, f"{_OF_THIS}{listed.crc}", f"{_OF_LAST}{listed.crc}", close, listed.error)

@@ -11,8 +11,6 @@ a pass until the loader inside ends, and then it hands out the rest.
 from __future__ import annotations
 
 import contextlib
-import copy
-import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..errors import SourceError, UnsupportedSourceError
 from ..loader.adapter import Adapter, Run, Session, WitnessReport
@@ -161,20 +159,16 @@ class Around:
 
 
 def _once(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The samplers in those of a DataLoader that give them again and again: a pass of midepoch's is over one of them.
+    """What the samplers of a DataLoader give again and again: a pass of midepoch's is over one round.
 
-    Subclasses that keep one iterator for all passes have such samplers. One is tried on a copy with a few items.
+    Subclasses that keep one iterator for all passes have such samplers. They hold another sampler, and have no length.
     """
     found: dict[str, Any] = {}
     for attribute in ("sampler", "batch_sampler"):
         sampler = vars(loader)[attribute]
-        held = list(getattr(sampler, "__dict__", {}).items())
-        if len(held) == 1 and not isinstance(sampler, BatchSampler):
-            items, twin = ["a", "b", "c"], copy.copy(sampler)
-            vars(twin)[held[0][0]] = items
-            with contextlib.suppress(Exception):  # it is the user's code, on what it was not made for
-                if list(itertools.islice(iter(twin), 9)) == 3 * items:
-                    found[attribute] = held[0][1]
+        held = list(getattr(sampler, "__dict__", {}).values())
+        if len(held) == 1 and isinstance(held[0], Sampler) and length_of(sampler) is None:
+            found[attribute] = held[0]
     return found
 
 

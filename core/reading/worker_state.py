@@ -1,15 +1,14 @@
 """Streams that keep a state of their own, read in worker processes: their states come back with the batches.
 
-A worker sends the dataset's state with a batch, not with every one if states are large or take long. What lies between
-a state and the place that is saved is read again at a resume. It is at least one batch, which must be the one that was
-given: so each resume proves that the dataset's state leads where it says.
+A worker sends the dataset's state with a batch, not with every one if states are large. What lies between a state and
+the place that is saved is read again at a resume. It is at least one batch, which must be the one that was given: so
+each resume proves that the dataset's state leads where it says.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -40,10 +39,7 @@ from .workers import Server
 
 __all__ = ["WorkerStateAdapter", "refuse_undivided"]
 
-# What states may cost, on average.
-_BYTES_A_BATCH = 4096
-_SECONDS_A_BATCH = 0.0005
-_PART_OF_A_BATCH = 0.05  # of its time, if that is more
+_BYTES_A_BATCH = 4096  # that states may have, on average
 
 _CURE = (
     "let the state cover all that it draws and holds back, or wrap a function that makes the DataLoader, to have it "
@@ -117,7 +113,6 @@ class _Reader:
         self._samples = Units(iter(()))
         self._batches = 0
         self._last, self._every = 0, 1  # the batch before which a state was sent, and after how many the next one is
-        self._took, self._since = 0.0, 0.0  # seconds of the last state, and when that was
         self._key = 0
 
     def __call__(self, request: _Request) -> _Answer:
@@ -151,8 +146,7 @@ class _Reader:
                 ) from error
         self._key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *own)
         self._samples, self._batches = Units(iter(self.dataset), position.read), position.batches
-        self._last, self._took, self._since = position.batches, 0.0, time.perf_counter()
-        self._every = max(len(position.state) // _BYTES_A_BATCH, 1)
+        self._last, self._every = position.batches, max(len(position.state) // _BYTES_A_BATCH, 1)
         digest = position.digest
         for _ in range(0 if position.ended else position.since):
             digest = self._read_batch(start).digest
@@ -162,24 +156,12 @@ class _Reader:
         fresh, unknown = None, ""
         if self._batches - self._last >= self._every:
             try:
-                fresh = self._state(), self._samples.read, self._batches
+                fresh = encode(self.dataset.state_dict()), self._samples.read, self._batches
             except Exception as error:  # noqa: BLE001  # raised where a state is asked for; the next batch tries again
                 unknown = self._why_unknown(error)
             else:
-                self._last = self._batches
+                self._last, self._every = self._batches, max(len(fresh[0]) // _BYTES_A_BATCH, 1)
         return self._read_batch(start)._replace(fresh=fresh, unknown=unknown)
-
-    def _state(self) -> str:
-        began = time.perf_counter()
-        text = encode(self.dataset.state_dict())
-        ended = time.perf_counter()
-        # Of two states the faster one counts: the process may have been interrupted.
-        former, self._took = self._took, ended - began
-        a_batch = (began - self._since) / (self._batches - self._last)
-        budget = max(_SECONDS_A_BATCH, _PART_OF_A_BATCH * a_batch)
-        self._every = max(len(text) // _BYTES_A_BATCH, int(min(former, self._took) / budget), 1)
-        self._since = ended
-        return text
 
     def _why_unknown(self, error: Exception) -> str:
         if isinstance(error, StateError):
