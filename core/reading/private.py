@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
 import time
 import weakref
@@ -34,7 +35,6 @@ __all__ = [
     "iterating_by",
     "keep_iterator",
     "kept_iterator",
-    "let_go",
     "pinning",
     "plain_loader",
     "sent_error",
@@ -46,30 +46,21 @@ __all__ = [
 _LEAVING = 5.0  # seconds; torch waits as long for a worker
 
 
-def _check(part: str, there: bool) -> None:
-    if not there:
+def _part(path: str, of: Any = torch.utils.data) -> Any:
+    try:
+        return operator.attrgetter(path)(of)
+    except AttributeError:
         raise UnsupportedSourceError(
-            f"torch {torch.__version__} has no {part}, a private part that midepoch uses: install another version of "
+            f"torch {torch.__version__} has no {path}, a private part that midepoch uses: install another version of "
             "torch"
-        )
+        ) from None
 
 
-_check("DataLoader._get_iterator", hasattr(DataLoader, "_get_iterator"))
-_Iterator: Any = getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", None)
-_check("_BaseDataLoaderIter", isinstance(_Iterator, type))
-_pin_memory: Any = getattr(getattr(torch.utils.data._utils, "pin_memory", None), "pin_memory", None)
-_check("_utils.pin_memory.pin_memory", callable(_pin_memory))
-_WorkersIterator: Any = getattr(torch.utils.data.dataloader, "_MultiProcessingDataLoaderIter", None)
-_check("_MultiProcessingDataLoaderIter._shutdown_workers", hasattr(_WorkersIterator, "_shutdown_workers"))
-_check("_MultiProcessingDataLoaderIter._try_put_index", hasattr(_WorkersIterator, "_try_put_index"))
-_check(
-    "_MultiProcessingDataLoaderIter._worker_queue_idx_cycle",
-    "_worker_queue_idx_cycle" in _WorkersIterator._reset.__code__.co_names,
-)
-
-
-_ExceptionWrapper: Any = getattr(getattr(torch, "_utils", None), "ExceptionWrapper", None)
-_check("_utils.ExceptionWrapper", isinstance(_ExceptionWrapper, type))
+_part("DataLoader._get_iterator")
+_part("dataloader._MultiProcessingDataLoaderIter._shutdown_workers")
+_Iterator = _part("dataloader._BaseDataLoaderIter")
+_pin_memory = _part("_utils.pin_memory.pin_memory")
+_ExceptionWrapper = _part("_utils.ExceptionWrapper", torch)
 
 
 def caught() -> Any:
@@ -174,11 +165,6 @@ def end_early_workers(loader: DataLoader[Any]) -> None:
     if workers_of(kept) and alive(kept):
         shut_down(kept)
         keep_iterator(loader, None)
-
-
-def let_go(loader: DataLoader[Any]) -> None:
-    """End the worker processes that a DataLoader has kept."""
-    shut_down(kept_iterator(loader))
 
 
 def show_dataset(dataset: Any) -> None:
