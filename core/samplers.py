@@ -108,16 +108,13 @@ class MaterializedOrder:
 
     def stated_length(self, seed: int, epoch: int) -> int:
         """The same, as the sampler's own len says while it has not been listed. Lists nothing if it has one."""
-        listed = self.known(seed, epoch)
-        if listed is None:
-            sampler = self._sampler
-            told = (sampler, getattr(sampler, "sampler", None))
-            if not self._pure and any(hasattr(each, "set_epoch") for each in told):
-                sampler = _shallow_copy(sampler)  # its length may follow from the epoch
-                _set_epoch(sampler, epoch)
-            length = length_of(sampler)
-        else:
-            length = listed.units
+        listed, sampler = self.known(seed, epoch), self._sampler
+        if listed is not None:
+            return listed.units
+        if not self._pure:
+            sampler = _shallow_copy(sampler)  # its length may follow from the epoch
+            _set_epoch(sampler, epoch)
+        length = length_of(sampler)
         return self.length(seed, epoch) if length is None else length
 
     def describe(self) -> str:
@@ -243,9 +240,9 @@ class MaterializedOrder:
 
     def _of_copy(self, seed: int, epoch: int) -> MaterializedEpoch:
         """The list of a copy, after those of the epochs that the sampler has not given, if it keeps something."""
-        copied = Copied(why="it is left as it is") if self._pure else copy_of(self._sampler, Dataset)
-        sampler = _shallow_copy(self._sampler) if copied.why else copied.open()
-        self.untried = self.untried or ("" if self._pure else copied.why)
+        copied = Copied() if self._pure else copy_of(self._sampler, Dataset)
+        self.untried = self.untried or copied.why
+        sampler = copied.open() if copied.data else _shallow_copy(self._sampler)
         with self._set_back():
             for earlier in range(self._next, epoch if self._remembers else 0):
                 self._list(sampler, seed, earlier)

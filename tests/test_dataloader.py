@@ -332,38 +332,6 @@ def test_a_distributed_sampler_of_another_world_is_refused() -> None:
         len(loader)
 
 
-class Ranked(Sampler[int]):
-    """A user's own distributed sampler."""
-
-    def __init__(self, size: int, rank: int, num_replicas: int) -> None:
-        self.size, self.rank, self.num_replicas = size, rank, num_replicas
-
-    def __len__(self) -> int:
-        return len(range(self.rank, self.size, self.num_replicas))
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.rank, self.size, self.num_replicas))
-
-
-def test_a_sampler_that_shards_by_itself_is_not_sharded_again() -> None:
-    source = DataLoader(sources.Indices(12), batch_size=2, sampler=Ranked(12, 1, 2))
-    with pytest.raises(UnsupportedSourceError, match=r"Ranked.*shard=False.*shard=True"):
-        midepoch.wrap(source)
-
-    def make() -> Loader:
-        return midepoch.wrap(source, shard=False, world=World(1, 2), seed=5)
-
-    whole = sources.taken(make())
-    assert whole == [[1, 3], [5, 7], [9, 11]]
-    assert len(make()) == 3
-    state = sources.heads(make, 1)[1]
-    assert sources.resumed(make, state) == whole[1:]
-    assert not make().capabilities.elastic_world
-    elsewhere = midepoch.wrap(source, shard=False, world=World(0, 3), seed=5)
-    with pytest.raises(StateError, match=r"world size.*2.*3"):
-        elsewhere.load_state_dict(state)
-
-
 def test_without_a_sampler_the_loader_is_sharded() -> None:
     ranks = [sources.taken(wrapped("shuffled", world=World(rank, 2))) for rank in range(2)]
     assert sorted(indices(ranks)) == list(range(SIZE))
@@ -537,31 +505,10 @@ def test_several_samplers() -> None:
         assert sources.resumed(make, sources.heads(make, 4)[1]) == whole[4:]
 
 
-def rejected(when: str) -> list[int]:
-    """Indices that come first and often under seed 5, or at positions 8 and 12 only."""
-    order = [int(index) for index in sources.taken(midepoch.wrap(ResumableSampler(20, seed=5)))]
-    return order[1::3] if when == "from the start" else [order[8], order[12]]
-
-
-@pytest.mark.parametrize("when", ["from the start", "later"])
-def test_draws_that_vary_fall_back_to_a_replay(when: str) -> None:
-    out = rejected(when)
-
-    def make() -> Loader:
-        return midepoch.wrap(sources.Rejecting(20, out), seed=5)
-
-    loader = make()
-    whole, later = sources.taken(loader), sources.taken(loader)
-    assert sorted(whole) == [index for index in range(20) if index not in out]
-    for cut in range(1, len(whole)):
-        state = sources.heads(make, cut)[1]
-        assert sources.quiet_resume(make, state) == whole[cut:], cut
-    assert sources.quiet_resume(make, sources.heads(make, len(whole))[1]) == later
-
-
 def test_batches_in_flight_of_an_epoch_whose_draws_varied() -> None:
     """They are known within the epoch and from the next one on; more than were taken are refused."""
-    out = rejected("later")
+    order = [int(index) for index in sources.taken(midepoch.wrap(ResumableSampler(20, seed=5)))]
+    out = [order[8], order[12]]  # positions 8 and 12 only
 
     def make() -> Loader:
         return midepoch.wrap(sources.Rejecting(20, out), seed=5)
@@ -578,55 +525,6 @@ def test_batches_in_flight_of_an_epoch_whose_draws_varied() -> None:
         assert sources.quiet_resume(make, loader.state_dict(in_flight)) == whole[len(whole) + 1 - in_flight :]
     with pytest.raises(StateError, match="in_flight"):
         loader.state_dict(in_flight=len(whole) + 2)
-
-
-class TakesTwo(IterableDataset[int]):
-    """Draws a second number in place of some, which shows only after some samples."""
-
-    def __init__(self, size: int) -> None:
-        self.sampler = RandomSampler(range(size))
-
-    def __iter__(self) -> Iterator[int]:
-        drawn = iter(self.sampler)
-        for number in drawn:
-            if number % 5 == 4:
-                another = next(drawn, None)
-                if another is None:
-                    return
-                yield another
-            else:
-                yield number
-
-
-def test_a_state_from_before_the_draws_varied_loads_in_the_same_process() -> None:
-    def make() -> Loader:
-        return midepoch.wrap(DataLoader(TakesTwo(12), 3, collate_fn=list), seed=69)
-
-    whole = sources.taken(make())
-    loader = make()
-    beginning = loader.state_dict()
-    sources.taken(loader)
-    loader.load_state_dict(beginning)
-    assert sources.taken(loader) == whole
-
-
-def test_draws_that_vary_are_admitted() -> None:
-    loader = midepoch.wrap(sources.Rejecting(20, rejected("from the start")), seed=5)
-    assert loader.capabilities.constant_time_resume and loader.capabilities.exact_order.believed
-    with pytest.warns(midepoch.MidepochWarning, match=r"Rejecting drew \d+ indices"):
-        sources.taken(loader, 3)
-    assert not loader.capabilities.constant_time_resume
-    assert "indices from a sampler for sample" in loader.capabilities.constant_time_resume.reason
-
-
-def test_draws_that_vary_in_workers_or_ranks_are_named() -> None:
-    later = rejected("later")
-    for numbers in (rejected("from the start"), later):
-        with midepoch.wrap(DataLoader(sources.Rejecting(20, numbers), num_workers=2), seed=5) as loader:  # noqa: SIM117
-            with pytest.raises(SourceError, match=r"Rejecting drew \d+ indices.*shard=True"):
-                sources.taken(loader)
-    with pytest.raises(SourceError, match=r"Rejecting drew"):
-        sources.taken(midepoch.wrap(sources.Rejecting(20, later), seed=5, world=World(0, 2)))
 
 
 def test_driven_without_streams_still_jumps() -> None:
@@ -648,22 +546,6 @@ def test_driven_without_streams_still_jumps() -> None:
     assert [sample[0] for sample in sources.resumed(make, state)] == whole[7:]
 
 
-class Mapped(IterableDataset[int]):
-    """Asks the sampler's iterator for itself, as map, zip, islice and for loops do."""
-
-    def __init__(self, length: int) -> None:
-        self.sampler = RandomSampler(range(length))
-
-    def __iter__(self) -> Iterator[int]:
-        return map(int, itertools.islice(iter(self.sampler), None))
-
-
-def test_iterators_of_iterators_are_driven() -> None:
-    loader = midepoch.wrap(Mapped(20), seed=5)
-    assert loader.capabilities.constant_time_resume
-    assert sorted(sources.taken(loader)) == list(range(20))
-
-
 def test_a_dataset_that_shares_its_sampler_among_workers_is_named() -> None:
     with midepoch.wrap(DataLoader(sources.SharingItsSampler(20), num_workers=2), seed=5) as loader:  # noqa: SIM117
         with pytest.raises(SourceError, match=r"SharingItsSampler drew 2 indices.*shard=False"):
@@ -678,43 +560,6 @@ def test_a_dataset_that_shares_its_sampler_among_workers_is_named() -> None:
         whole = sources.taken(loader)
     assert len(sources.flat(whole)) == 20
     assert sources.quiet_resume(make, sources.heads(make, 3)[1]) == whole[3:]
-
-
-class Unending(IterableDataset[int]):
-    """Draws from its sampler, and has a length of its own that is another."""
-
-    def __init__(self) -> None:
-        self.sampler = RandomSampler(range(12))
-
-    def __len__(self) -> int:
-        return 5
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(itertools.islice(iter(self.sampler), 5))
-
-
-def test_a_driven_epoch_ends_where_its_length_says() -> None:
-    loader = midepoch.wrap(Unending(), seed=5)
-    assert len(sources.taken(loader)) == 5
-    assert len(sources.taken(loader)) == 5
-
-
-class Quitting(sources.Exposing):
-    """Ends before its samplers do."""
-
-    def __next__(self) -> Any:
-        sample = super().__next__()
-        if sample[0] == 3:
-            raise StopIteration
-        return sample
-
-
-def test_a_driven_source_that_ends_early_ends_there() -> None:
-    loader = midepoch.wrap(Quitting(40), seed=5)
-    order = [int(index) for index in midepoch.ResumableSampler(40, seed=5)]
-    with pytest.warns(midepoch.MidepochWarning, match=r"Quitting ended after \d+ samples"):
-        given = [sample[0] for sample in sources.taken(loader)]
-    assert given == order[: order.index(3)]
 
 
 # --- what goes wrong ---
@@ -774,19 +619,6 @@ def test_a_list_that_differs_in_the_resumed_process_is_named(monkeypatch: pytest
         make().load_state_dict(state)
 
 
-class Endless(Sampler[int]):
-    def __len__(self) -> int:
-        return 8
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.cycle(range(8))
-
-
-def test_a_sampler_that_does_not_end_is_named() -> None:
-    with pytest.raises(SourceError, match="does not end"):
-        sources.taken(midepoch.wrap(DataLoader(sources.Indices(8), batch_size=2, sampler=Endless()), seed=5))
-
-
 class Epochs(sources.EverySecond):
     """Orders by the epoch that it is told, as DistributedSampler does."""
 
@@ -824,13 +656,6 @@ def test_a_dataset_may_grow_between_epochs() -> None:
     assert sources.taken(loader) == torch_would
     assert len(loader) == 4
     assert loader.state_dict()["size"] == 8
-
-
-def test_nothing_is_sent_through_the_queues_for_the_state() -> None:
-    """Each batch of a worker is what collate_fn returned, and nothing else."""
-    source = DataLoader(sources.Indices(8), batch_size=2, num_workers=1, collate_fn=list)
-    with midepoch.wrap(source, seed=5) as loader:
-        assert list(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 @pytest.mark.parametrize("cyclic", [False, True])

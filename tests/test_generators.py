@@ -47,6 +47,10 @@ class Slotted:
         self.rng = self.__private = rng
 
 
+class SlottedChild(Slotted):
+    __slots__ = ("other",)
+
+
 class OfTheClass:
     rng = random.Random(4)
 
@@ -62,6 +66,7 @@ def made() -> np.random.Generator:
 PLACES: dict[str, Callable[[Any], Any]] = {
     "an attribute": Holder,
     "a slot": Slotted,
+    "a slot of a parent": SlottedChild,
     "a list": lambda rng: Holder([1, [rng]]),
     "a dict": lambda rng: Holder({"a": {("b", 2): rng}}),
     "a set": lambda rng: Holder({rng}),
@@ -70,6 +75,7 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "a namespace": lambda rng: types.SimpleNamespace(rng=rng),
     "a closure": closed_over,
     "a partial": lambda rng: functools.partial(closed_over, rng),
+    "a partial of a partial": lambda rng: functools.partial(functools.partial(closed_over), rng),
     "a partial's keyword": lambda rng: functools.partial(closed_over, rng=rng),
     "a bound method": lambda rng: Holder(Holder(rng).told),
     "a bound method of its own": lambda rng: Holder(rng.random),

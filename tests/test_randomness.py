@@ -14,7 +14,6 @@ import threading
 import time
 import types
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -377,32 +376,7 @@ def test_samples_may_read_loaders(num_workers: int) -> None:
 # --- generators that a dataset owns ---
 
 
-class Slotted:
-    __slots__ = ("__dict__", "rng")
-
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(2)
-
-    def __call__(self) -> float:
-        return float(self.rng.random())
-
-
-class SlottedChild(Slotted):
-    __slots__ = ("other",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = random.Random(2)
-
-    def __call__(self) -> float:
-        return super().__call__() + self.other.random()
-
-
 module_generator = np.random.default_rng(3)
-
-
-def from_module() -> float:
-    return float(module_generator.random())
 
 
 class FromModule:
@@ -419,57 +393,9 @@ def closure() -> Callable[[], float]:
     return lambda: draw()
 
 
-def from_default(rng: np.random.Generator = np.random.default_rng(5)) -> float:  # noqa: B008
-    return float(rng.random())
-
-
-def with_argument(rng: Any) -> float:
-    return float(rng.random())
-
-
-def with_keyword(*, rng: np.random.Generator) -> float:
-    return float(rng.random())
-
-
 class Holder:
     def __init__(self, held: Any) -> None:
         self.held = held
-
-
-class Container:
-    """Draws from the generator in some nest of containers."""
-
-    def __init__(self, nest: Any, find: Callable[[Any], Any]) -> None:
-        self.nest, self.find = nest, find
-
-    def __call__(self) -> float:
-        return float(self.find(self.nest).random())
-
-
-def rng_of(nest: Any) -> Any:
-    while not hasattr(nest, "random"):
-        nest = (
-            next(iter(nest.values() if isinstance(nest, dict) else nest)) if not isinstance(nest, Holder) else nest.held
-        )
-    return nest
-
-
-class Method:
-    def __init__(self) -> None:
-        self.rng = random.Random(6)
-
-    def draw(self) -> float:
-        return self.rng.random()
-
-
-class PrivateSlot:
-    __slots__ = ("__rng",)
-
-    def __init__(self) -> None:
-        self.__rng = random.Random(6)
-
-    def __call__(self) -> float:
-        return self.__rng.random()
 
 
 class OfTheClass:
@@ -491,23 +417,6 @@ def closure_of_a_method() -> Callable[[], float]:
             return float(rng.random())
 
     return Drawer()
-
-
-def keyword_only(*, rng: random.Random = random.Random(6)) -> float:  # noqa: B008
-    return rng.random()
-
-
-def through_a_helper() -> float:
-    return from_module() + (lambda: module_object())()
-
-
-def through_a_module() -> float:
-    return float(keyword_module.draw())
-
-
-module_object = PrivateSlot()
-keyword_module = types.ModuleType("helpers")
-keyword_module.draw = closure_of_a_method()  # type: ignore[attr-defined]
 
 
 class Lazy:
@@ -533,26 +442,14 @@ class Property:
 
 
 DRAWING: dict[str, Callable[[], Callable[[], float]]] = {
-    "slots": Slotted,
-    "slots of a parent": SlottedChild,
-    "module global": lambda: from_module,
     "module global in a method": FromModule,
     "closure": closure,
-    "partial": lambda: functools.partial(with_argument, random.Random(8)),
-    "partial keyword": lambda: functools.partial(with_keyword, rng=np.random.default_rng(8)),
-    "partial of a partial": lambda: functools.partial(functools.partial(with_argument), np.random.RandomState(8)),
-    "bound method": lambda: Method().draw,
-    "list": lambda: Container([[np.random.default_rng(9)]], rng_of),
-    "dict": lambda: Container({"a": {"b": np.random.default_rng(9)}}, rng_of),
-    "tuple and deque": lambda: Container((deque([random.Random(9)]),), rng_of),
-    "set": lambda: Container(frozenset({random.Random(9)}), rng_of),
-    "namespace": lambda: Container([types.SimpleNamespace(random=np.random.default_rng(9).random)], rng_of),
     "objects in containers": Property,
-    "private slot": PrivateSlot,
     "class attribute": OfTheClass,
     "closure of a method": closure_of_a_method,
     "lazy": Lazy,
 }
+"""test_generators.py has the other places."""
 
 
 class Drawing(sources.Indices):
@@ -619,13 +516,13 @@ def test_a_sampler_s_own_generator_is_left_as_it_was() -> None:
 
 
 def test_two_owned_generators_do_not_share_a_stream() -> None:
-    dataset = Container([np.random.default_rng(1), np.random.default_rng(1)], rng_of)
+    dataset = Holder([np.random.default_rng(1), np.random.default_rng(1)])
     streams = Streams(dataset)
     with streams.under(99):
-        first, second = (generator.random() for generator in dataset.nest)
+        first, second = (generator.random() for generator in dataset.held)
     assert first != second
     with streams.under(99):
-        assert [generator.random() for generator in dataset.nest] == [first, second]
+        assert [generator.random() for generator in dataset.held] == [first, second]
 
 
 def test_the_global_generators_draw_unlike_numbers() -> None:

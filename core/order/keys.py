@@ -7,6 +7,7 @@ somebody else's release: the tests pin golden vectors.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -35,14 +36,6 @@ def mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def derive_key(*words: int) -> int:
-    """One 64-bit key from any number of integers, each taken modulo 2**64.
-
-    For fixed other words it is a bijection of each word, so two epochs of one seed never share a key.
-    """
-    return extend_key(0, *words)
-
-
 def extend_key(key: int, *words: int) -> int:
     """``derive_key(*before, *words)`` where ``key == derive_key(*before)``."""
     for word in words:  # `mix`, written out: each sample has a key
@@ -51,6 +44,13 @@ def extend_key(key: int, *words: int) -> int:
         key = ((key ^ (key >> 27)) * _MULTIPLIER_2) & _MASK
         key ^= key >> 31
     return key
+
+
+derive_key = functools.partial(extend_key, 0)
+"""``derive_key(*words)``: one 64-bit key from any number of integers, each taken modulo 2**64.
+
+For fixed other words it is a bijection of each word, so two epochs of one seed never share a key.
+"""
 
 
 def derive_keys(key: int, positions: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
