@@ -16,7 +16,6 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -24,13 +23,13 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ..errors import MidepochError, SnapshotError, StateError, warn
-from ..loader.body import RUNNING, Body, Record, check_epochs, warn_of_done
+from ..loader.body import RUNNING, Body, check_epochs, warn_of_done
 from ..loader.lending import loader_of
-from ..loader.loader import Loader
 from ..loader.saving import state_or_that_of_now
 from ..order.keys import derive_key
 from ..state.parts import is_rank_independent, join_states, warn_of_witnesses
 from .body_record import BodyRecord
+from .epoch_loop import EpochLoop
 from .files import FORMAT, Found, SnapshotFile, cure_of, find, read, release_files
 from .generators import check_generators, save_generators, seed_generators, set_generators
 from .parts import check_fits, kinds_of, merge, sharded
@@ -126,18 +125,11 @@ class Snapshot:
         self._every, self._exit_status = every, exit_status
         self._file = SnapshotFile(self.path, keep)
         self._agreement = Agreement(group)
-        self._warned_of_iterators: set[str] = set()  # loaders
-        self._read_at_save: tuple[str, int] | None = None  # the loader whose pass `save` took for one that is read
-        self._other_witnesses: set[str] = set()  # loaders whose ranks do not see the same data, as was said
+        self._loop = EpochLoop(self._parts)
+        self._told_of_witnesses: set[str] = set()  # loaders whose ranks do not see the same data
         self._due = 0  # the step at which `step` does more than count
         self._was_loaded = False
-        self._resumed: BodyRecord | None = None  # of the loaded snapshot, until a body has begun
-        self._epoch: int | None = None  # of the `epochs` loop
-        self._body: Body | None = None  # that is running
-        self._before = Record()  # of the loaders that are where an earlier body has left them, and read ahead
-        self._owes_a_save = self._told_of_put_off = False
-        self._left_here = False  # `_resumed` is of a body that this process has left
-        self._body_was_left = self._stays = False  # before its end, by the loop; what `poll` has left with
+        self._owes_a_save = self._told_of_put_off = False  # to the end of the body
         self._polling, self._polls = Agreement(group), 0
         # A whole run may be in an `except` clause. The exception's attributes stand for it: unlike itself they keep no
         # frame alive, and as long as they exist no other exception has the same.
@@ -178,7 +170,7 @@ class Snapshot:
                 intact.
         """
         self.steps += 1
-        body = self._body
+        body = self._loop.body
         if body is not None:
             body.clock += 1
             body.previous, body.now = body.now, body.clock
@@ -188,14 +180,13 @@ class Snapshot:
             self._act(in_flight)
 
     def _act(self, in_flight: int) -> None:
-        ranks, agreement = self._agreement.ranks(), self._agreement
-        if self._resumed is not None and self._body is None:
-            self._tell_of_missing_body(self._resumed)
+        ranks, agreement, body = self._agreement.ranks(), self._agreement, self._loop.body
+        if body is None and self._loop.resumed is not None:
+            self._tell_of_missing_body()
         stop = bool(self._signals.received)
         if ranks.size > 1:
             stop = agreement.should_stop(ranks, self.steps, stop, f"calls step() for step {self.steps}")
         is_due = self._owes_a_save or (self._every is not None and self.steps % self._every == 0)
-        body = self._body
         if is_due and not stop and not in_flight and body is not None and body.only_the_rest_is_left:
             # A run that resumed here would have nothing to train on in this epoch. The body's end is a better place.
             self._owes_a_save = True
@@ -223,7 +214,6 @@ class Snapshot:
         if ranks.size > 1:
             stop = polling.should_stop(ranks, self._polls, stop, f"calls poll() after step {self.steps}")
         if stop:
-            self._stays = True
             self._tell_and_leave(ranks, f"{self.path} stays as it was saved last")
 
     def _tell_and_leave(self, ranks: Ranks, what: str) -> None:
@@ -272,131 +262,67 @@ class Snapshot:
             SnapshotError, StateError: as `load`, when the first epoch is asked for.
         """
         check_epochs(n)
-        if self._body is not None:
+        if self._loop.body is not None:
             raise MidepochError(RUNNING)
         return self._each_epoch(n)
 
     def _each_epoch(self, n: int) -> Iterator[int]:
-        if self._body is not None:
+        loop = self._loop
+        if loop.body is not None:
             raise MidepochError(RUNNING)
         if not self._was_loaded:
             self._load()
-        resumed: BodyRecord | None = self._resumed or BodyRecord()
-        if self._resumed is not None and self._resumed.passes.unknown:
+        if loop.resumed is not None and loop.resumed.passes.unknown:
             raise SnapshotError(
-                f"the body that was left cannot be resumed: {self._resumed.passes.unknown}. Start this process again, "
+                f"the body that was left cannot be resumed: {loop.resumed.passes.unknown}. Start this process again, "
                 "which resumes from the snapshot, and read the loaders as one, with midepoch.combine"
             )
-        epoch = self._epoch if self._epoch is not None else (self._resumed or BodyRecord()).epoch
-        if epoch is None:
-            epoch = next((loader.epoch for loader in self._loaders().values()), 0)
-        if epoch > n:
-            warn_of_done(n, epoch)
-        before: Body | None = None
+        first = loop.first_epoch()
+        if first > n:
+            warn_of_done(n, first)
         try:
-            while epoch < n:
+            for epoch in range(first, n):
                 self._tell_of_left_body("going on")
-                before = self._begin_body(epoch, None if resumed is None else resumed.passes, before)
-                self._resumed = None  # not before: a later loop goes on there if this one runs nothing
+                loop.begin(epoch, first=epoch == first)
                 yield epoch
-                epoch, resumed = epoch + 1, None
                 self._end_body(epoch)
         finally:
-            if self._body is not None:  # the loop was left; another one continues there
-                self._resumed = BodyRecord(self._epoch, self._body.record(interrupted=True))
-                self._body_was_left = self._left_here = True
-                if self._owes_a_save and not self._stays:
-                    what = "the body of epoch %s was left before its end, to which a save was put off: %s is unchanged"
-                    _logger.warning(what, self._epoch, self.path)
-            self._body = self._read_at_save = None
-            for loader in self._loaders().values():
-                loader._progress.body = None
-
-    def _tell_of_left_body(self, what: str) -> None:
-        """Say once what becomes of a body that the loop has left. `what`: who goes on."""
-        if self._body_was_left and not self._signals.kept:  # whoever leaves on a signal has saved after that batch
-            self._body_was_left = False
-            if self._agreement.ranks().rank == 0:
-                _logger.warning(
-                    "the body of epoch %s was left before its end: %s with %sthe rest of the body from its beginning",
-                    self._epoch,
-                    what,
-                    self._rest_of_passes(),
-                )
-
-    def _rest_of_passes(self) -> str:
-        """Which passes go on in the body that the loop has left, for a message. They may have been left on purpose."""
-        going = [] if self._resumed is None else self._resumed.passes.open
-        return f"what is left of the passes over {' and '.join(going)}, and with " if going else ""
-
-    def _loaders(self) -> dict[str, Loader]:
-        found = {name: loader_of(part) for name, part in self._parts.items()}
-        return {name: loader for name, loader in found.items() if loader is not None}
-
-    def _begin_body(self, epoch: int, resumed: Record | None, before: Body | None) -> Body:
-        loaders = self._loaders()
-        if any(loader._progress.body is not None for loader in loaders.values()):
-            raise MidepochError(RUNNING)
-        progress = {name: loader._progress for name, loader in loaders.items()}
-        body = Body(progress, self._before if resumed is None else resumed, before, left=self._left_here)
-        for name, each in progress.items():
-            each.enter_body(body, name, None if resumed is None else name not in resumed.left)
-        self._epoch, self._body, self._body_was_left, self._left_here = epoch, body, False, False
-        return body
+            if loop.body is not None and self._owes_a_save and not self._signals.kept:
+                what = "the body of epoch %s was left before its end, to which a save was put off: %s is unchanged"
+                _logger.warning(what, loop.epoch, self.path)
+            loop.leave()
 
     def _end_body(self, epoch: int) -> None:
-        """The body has ended, and `epoch` is next. Save what was put off."""
-        body = self._body
+        """The body of an epoch has ended. Save what was put off, and leave if a signal was received."""
+        loop, ranks = self._loop, self._agreement.ranks()
+        body = loop.body
         assert body is not None  # that of the loop which calls this
-        self._warn_of_iterators(body)
-        self._warn_of_unread(body)
-        body.leave()
-        ranks, record = self._agreement.ranks(), BodyRecord(epoch - 1, replace(body.record(), ahead=[]))
-        where = f"is at the end of the body, after step {self.steps}, {record}"
+        loop.finish(body)
+        where = f"is at the end of the body, after step {self.steps}, {loop.record()}"
         stop = self._agreement.should_stop(ranks, self.steps, bool(self._signals.received), where, now=True)
-        going_on = [loader._progress.name for loader in self._loaders().values() if loader._leave_body()]
-        progress = {name: loader._progress for name, loader in self._loaders().items()}
-        left = [name for name, each in progress.items() if each.new_epoch and each.has_begun and each.latest() is None]
-        self._before = Record(left=left, ahead=sorted(body.ahead))
-        self._body = None
-        self._epoch = epoch
         # An abandoned iterator may be freed later on one rank than on another.
-        if self._agreement.meet(ranks, where, float(bool(going_on)))[0]:
+        continues = self._agreement.meet(ranks, where, float(loop.end(body)))[0]
+        if continues:
             # Nobody knows whether the next body goes on with that pass or begins another one; its first step will.
             self._owes_a_save = self._owes_a_save or stop
             self._due, self._agreement.next_step = 0, NEVER
         elif stop or self._owes_a_save:
             self._save(0)
             if stop:
-                self._tell_and_leave(ranks, f"saved {self.path} after epoch {epoch - 1}")
+                self._tell_and_leave(ranks, f"saved {self.path} after epoch {epoch}")
 
-    def _warn_of_iterators(self, body: Body) -> None:
-        """Warn of an iterator that was first read in a body and is read on in a later one.
-
-        If a signal ends that first body, no one knows that it would continue: a zip with such an iterator looks alike.
-        """
-        for name in body.read_on:
-            if name not in self._warned_of_iterators:
-                self._warned_of_iterators.add(name)
-                warn(
-                    f"an iterator over {name} that was first read in the body of an epoch goes on after it. If a "
-                    "signal ends the run at the last batch of that body, the run that resumes begins a new epoch "
-                    f"of {name} instead: make the iterator before the loop over epochs, by iter({name}) and not in "
-                    f"a generator, and by iter({name}) again where it ends. If it is to end with the body, do not "
-                    "keep it in a variable",
-                )
-
-    def _warn_of_unread(self, body: Body) -> None:
-        """Warn of a `save` that may have taken a pass that was left for one that is being read."""
-        lead = body.lead
-        if lead is not None and self._read_at_save == (lead.name, lead.took):
-            warn(
-                f"save() saved in the middle of a pass over {lead.name}. The body then read nothing more of that pass, "
-                "but something still holds it (a variable, a progress bar). If your loop had left the pass before "
-                "save(), a run that resumes there reads the rest of it: let only the loop hold the pass, and "
-                "save() waits for the end of the body",
+    def _tell_of_left_body(self, what: str) -> None:
+        """Say what becomes of a body that the loop has left. `what`: who goes on."""
+        loop = self._loop
+        # Whoever leaves on a signal has saved after that batch.
+        if loop.was_left and loop.resumed is not None and not self._signals.kept and not self._agreement.ranks().rank:
+            going = " and ".join(loop.resumed.passes.open)  # which may have been left on purpose
+            _logger.warning(
+                "the body of epoch %s was left before its end: %s with %sthe rest of the body from its beginning",
+                loop.epoch,
+                what,
+                f"what is left of the passes over {going}, and with " if going else "",
             )
-        self._read_at_save = None
 
     # --- saving ---
 
@@ -421,10 +347,10 @@ class Snapshot:
             SnapshotError: it could not be saved. Raised on every process, with the reason. The previous one is intact.
         """
         handled = self._handled()
-        if self._stays or (self._signals.kept and (self._body is not None or self._body_was_left)):
-            return  # `step` has saved the place at which this process leaves
+        if self._signals.kept:
+            return  # this process is leaving, from the place that the snapshot has
         try:
-            if self._body is not None and self._waits_for_the_end(in_flight):
+            if self._loop.body is not None and self._waits_for_the_end(self._loop.body, in_flight):
                 self._put_off(handled is not None)
                 return
             self._tell_of_left_body("a run that resumes from this snapshot goes on")
@@ -437,17 +363,13 @@ class Snapshot:
                 f"unchanged: {error}",
             )
 
-    def _waits_for_the_end(self, in_flight: int) -> bool:
+    def _waits_for_the_end(self, body: Body, in_flight: int) -> bool:
         """Whether a `save` in a body waits for its end, on all ranks alike."""
-        body = self._body
-        assert body is not None  # callers check first
-        behind = body.waits_for_the_end(in_flight)
         # An abandoned iterator may be freed later on one rank than on another.
         ranks, where = self._agreement.ranks(), f"calls save() after step {self.steps}"
-        if self._agreement.meet(ranks, where, float(behind))[0]:
+        if self._agreement.meet(ranks, where, float(body.waits_for_the_end(in_flight)))[0]:
             return True
-        if (lead := body.lead) is not None:
-            self._read_at_save = lead.name, lead.took
+        self._loop.note_save()
         return False
 
     def _put_off(self, on_the_way_out: bool) -> None:
@@ -494,7 +416,8 @@ class Snapshot:
         """The states of all parts, and this rank's contribution."""
         states: dict[str, Any] = {}
         loaders: dict[str, Any] = {}
-        name, handled = "the process", self._handled()
+        name, body = "the process", self._loop.body
+        is_exact = self._handled() is None and not (body is not None and body.unknown)
         try:
             for name, part in self._parts.items():
                 loader = loader_of(part)
@@ -502,19 +425,13 @@ class Snapshot:
                     states[name] = part.state_dict()
                     continue
                 # In a body, a loader that is not being read, such as that of a validation, has no batch in flight.
-                taken = in_flight if self._body is None else self._body.in_flight_of(name, in_flight)
-                if handled is None and not (self._body is not None and self._body.unknown):
+                taken = in_flight if body is None else body.in_flight_of(name, in_flight)
+                if is_exact:
                     states[name] = loaders[name] = loader.state_dict(taken)
                 else:
                     states[name] = loaders[name] = state_or_that_of_now(loader, taken)[0]
             ends = by_step and any(state["epoch"] and not state["position"] for state in loaders.values())
-            if self._body is not None:
-                body = BodyRecord(self._epoch, self._body.record())
-            else:
-                body = replace(
-                    self._resumed or BodyRecord(self._epoch, self._before), ends=ends and self._epoch is None
-                )
-            return states, _Contribution(loaders, save_generators(), body, "")
+            return states, _Contribution(loaders, save_generators(), self._loop.record(ends), "")
         except Exception as error:  # noqa: BLE001  # the other ranks wait for this one, and must hear of it
             problem = f"{name} gave no state: {type(error).__name__}: {error}"
             return states, _Contribution({}, "", BodyRecord(), problem)
@@ -536,7 +453,7 @@ class Snapshot:
                     f"the ranks do not stand at the same place of {name} (epoch, position): rank 0 at {places[0]}, "
                     f"rank {other} at {places[other]}; call step() or save() on every rank after the same batch"
                 )
-            warn_of_witnesses(name, loader_of(self._parts[name]), of_all, self._other_witnesses)
+            warn_of_witnesses(name, loader_of(self._parts[name]), of_all, self._told_of_witnesses)
         for name, state in states.items():
             if path := sharded(state, name):
                 raise SnapshotError(
@@ -572,21 +489,20 @@ class Snapshot:
 
         Warns with MidepochWarning if the snapshot was saved after an epoch's last batch, outside `epochs`.
         """
-        if self._body is not None:
+        if self._loop.body is not None:
             raise MidepochError(
                 "load() in the body of snapshot.epochs: leave the loop, call load(), and begin the loop again, which "
                 "goes on where the snapshot stands"
             )
-        loaded = self._load()
-        resumed = self._resumed
+        loaded, resumed = self._load(), self._loop.resumed
         if resumed is not None and resumed.epoch is None and resumed.ends:
-            self._tell_of_missing_body(resumed)
+            self._tell_of_missing_body()
         return loaded
 
-    def _tell_of_missing_body(self, resumed: BodyRecord) -> None:
+    def _tell_of_missing_body(self) -> None:
         """Warn that the program may leave out what followed the last batch of an epoch."""
-        self._resumed = None
-        if resumed.ends or any(resumed.passes.empty.values()):
+        resumed, self._loop.resumed = self._loop.resumed, None
+        if resumed is not None and (resumed.ends or any(resumed.passes.empty.values())):
             warn(
                 f"{self.path} was saved after the last batch of an epoch. If your loop did more in that epoch (a "
                 "validation, schedule.step()), the resumed run leaves it out: write `for epoch in snapshot.epochs(n):` "
@@ -634,9 +550,7 @@ class Snapshot:
             if told is not None:
                 raise SnapshotError(f"rank {rank} could not load {found.path}: {told}")
         self._apply(content)
-        record: BodyRecord = content["body"]
-        at_end = any(loader._progress.is_at_end for loader in self._loaders().values())
-        self._resumed = replace(record, ends=record.ends or at_end)
+        self._loop.load(content["body"])
         if generators is not None:
             set_generators(generators)
         else:
@@ -644,8 +558,7 @@ class Snapshot:
             # any process that had this rank before.
             seed_generators(derive_key(_KEY, content["seed"], ranks.rank, content["steps"]))
         self.steps, self._agreement.next_step, self._due = content["steps"], NEVER, 0
-        self._epoch, self._before, self._owes_a_save = None, Record(), False
-        self._body_was_left = self._left_here = False
+        self._owes_a_save = False
         self._file.take_over(found)
         return True
 
