@@ -588,7 +588,7 @@ def test_another_kind_of_optimizer_or_scaler_is_refused_before_anything_is_chang
 
     make(torch.optim.Adam, Scaler(False))[1].save()
     others: list[tuple[Any, Any, str]] = [
-        (torch.optim.SGD, Scaler(False), "snapshot has no dampening, momentum, nesterov, which this optimizer needs"),
+        (torch.optim.SGD, Scaler(False), "is a SGD, but the snapshot has the state of a Adam"),
         (torch.optim.AdamW, Scaler(False), "is a AdamW, but the snapshot has the state of a Adam"),
         (torch.optim.Adam, Scaler(True), "scaler differs: its saved state is empty"),
     ]

@@ -7,4 +7,5 @@
 * `ranks`: the processes that train together: what they tell each other, and when.
 * `signals`: SIGTERM and the like, answered between two batches.
 * `files`: writing a file whole, keeping the ones before, finding the newest sound one.
+* `private`: private parts of torch and Python.
 """

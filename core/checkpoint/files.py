@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import importlib.util
 import os
 import traceback
@@ -25,7 +26,7 @@ __all__ = ["FORMAT", "Found", "SnapshotFile", "checksums", "cure_of", "damage_in
 FORMAT = 1  # the value of "midepoch_snapshot"
 _DRAFT = ".draft"
 _FOLDER = 0x10  # among the attributes of a record in a zip archive
-_FIELDS = {"id": str, "steps": int, "world_size": int, "seed": int, "generators": list, "parts": dict}
+_FIELDS = {"id": str, "steps": int, "world_size": int, "seed": int, "generators": list, "parts": dict, "kinds": dict}
 _Identity = tuple[int, int, int]
 
 
@@ -128,7 +129,7 @@ def find(path: Path) -> Found | None:
     """
     damaged: list[str] = []
     # A kill between two renames leaves a gap in the numbers.
-    names = [each.name.removeprefix(f"{path.name}.") for each in path.parent.glob(f"{_escaped(path.name)}.*")]
+    names = [each.name.removeprefix(f"{path.name}.") for each in path.parent.glob(f"{glob.escape(path.name)}.*")]
     older = sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)) != "0")
     for back in (0, *older):
         candidate = _older(path, back)
@@ -241,7 +242,7 @@ def _lock(descriptor: int) -> None:
 
 def _remove_drafts(path: Path) -> None:
     """Remove the drafts that are not locked: their processes were killed."""
-    for left in path.parent.glob(f"{_escaped(path.name)}.*{_DRAFT}"):
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*{_DRAFT}"):
         with contextlib.suppress(OSError):
             descriptor = os.open(left, os.O_RDWR)
             try:
@@ -286,11 +287,6 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _escaped(name: str) -> str:
-    """A `glob` pattern that matches only this name."""
-    return "".join(f"[{each}]" if each in "*?[" else each for each in name)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

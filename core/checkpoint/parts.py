@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import SnapshotError
 from ..loader.lending import loader_of
+from .private import has_own_loading, unwrapped
 
-__all__ = ["check_fits", "kinds_of", "merge", "sharded", "unwrapped"]
+__all__ = ["check_fits", "kinds_of", "merge", "sharded"]
 
 
 def merge(parts: Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,17 +42,6 @@ def merge(parts: Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> dict[
     return {name: unwrapped(part) for name, part in merged.items()}
 
 
-def unwrapped(part: Any) -> Any:
-    """The module inside DistributedDataParallel and torch.compile, whose wrappers change the names in its state."""
-    while True:
-        if isinstance(part, DistributedDataParallel):
-            part = part.module
-        elif isinstance(getattr(part, "_orig_mod", None), torch.nn.Module):
-            part = part._orig_mod
-        else:
-            return part
-
-
 def kinds_of(parts: Mapping[str, Any]) -> dict[str, str]:
     """The class names of the parts whose state fits only their own class.
 
@@ -79,20 +68,20 @@ def check_fits(parts: Mapping[str, Any], states: Mapping[str, Any], saved_kinds:
         )
     kinds = kinds_of(parts)
     for name, part in parts.items():
-        _check_one(name, part, states[name])
-        saved = saved_kinds.get(name, "")
-        if name in kinds and saved not in ("", kinds[name]):
+        saved = saved_kinds.get(name)
+        if kinds.get(name) != saved:
             raise SnapshotError(
-                f"{name} is a {kinds[name]}, but the snapshot has the state of a {saved}: make it as in the run that "
-                "saved it"
+                f"{name} is a {kinds.get(name, type(part).__qualname__)}, but the snapshot has the state of a "
+                f"{saved or 'model or a loader'}: make it as in the run that saved it"
             )
+        _check_one(name, part, states[name])
 
 
 def _check_one(name: str, part: Any, state: Any) -> None:
     loader = loader_of(part)
     if loader is not None:
         loader._check_state(state)
-    elif type(part).load_state_dict is torch.nn.Module.load_state_dict and not _has_custom_loading(part):
+    elif type(part).load_state_dict is torch.nn.Module.load_state_dict and not has_own_loading(part):
         _check_model(name, part.state_dict(), state)
     elif isinstance(part, torch.optim.Optimizer):
         _check_optimizer(name, part.state_dict(), state)
@@ -118,13 +107,6 @@ def _check_optimizer(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]
             f"{name} differs: the snapshot has groups of {theirs} parameters, this optimizer {mine}; make it as in the "
             "run that saved it"
         )
-    for own_group, saved_group in zip(own["param_groups"], saved["param_groups"], strict=True):
-        # Schedulers add initial_lr to the groups of the optimizer they are made with.
-        if lacking := own_group.keys() - saved_group.keys() - {"initial_lr"}:
-            raise SnapshotError(
-                f"{name} differs: the snapshot has no {', '.join(sorted(lacking))}, which this optimizer needs; make "
-                "it as in the run that saved it"
-            )
 
 
 def _can_fill(own: Any, saved: Any) -> bool:
@@ -145,21 +127,9 @@ def _described(state: Mapping[str, Any], key: str) -> str:
     return f"shape {tuple(value.shape)}{kind}"
 
 
-def _has_custom_loading(module: torch.nn.Module) -> bool:
-    """Whether a module has its own code for loading, which may accept other names and shapes."""
-    plain = torch.nn.Module._load_from_state_dict
-    return any(
-        each._load_state_dict_pre_hooks
-        or (type(each)._load_from_state_dict is not plain and not type(each).__module__.startswith("torch."))
-        for each in module.modules()
-    )
-
-
 def sharded(state: Any, path: str) -> str:
     """The path of a tensor of which each rank has only a part, such as ``model['weight']``; '' if there is none."""
-    if isinstance(state, torch.Tensor):
-        return path if type(state).__name__ in ("DTensor", "ShardedTensor") else ""
-    if type(state).__name__ == "ShardedTensor":
+    if type(state).__name__ in ("DTensor", "ShardedTensor"):
         return path
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(state, Mapping):

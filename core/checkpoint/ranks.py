@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import zlib
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ..errors import MidepochError
 from ..world import World
+from .private import is_shared, timeout_of
 
 __all__ = ["NEVER", "Agreement", "Ranks"]
 
@@ -101,9 +101,10 @@ class Agreement:
         size = torch.distributed.get_world_size(group)
         if size > 1 and "cpu" not in _devices(group):
             if self._sending is None:
+                # It does not inherit the timeout, and would wait half an hour for a machine that is given up.
                 members = None if group is None else torch.distributed.get_process_group_ranks(group)
                 self._sending = torch.distributed.new_group(
-                    members, timeout=_timeout(group), backend="gloo", use_local_synchronization=group is not None
+                    members, timeout=timeout_of(group), backend="gloo", use_local_synchronization=group is not None
                 )
             group = self._sending
         return Ranks(torch.distributed.get_rank(group), size, group)
@@ -163,22 +164,9 @@ def _wait_until_released(tensor: torch.Tensor) -> None:
     lock and waits for the thread: neither would ever go on. At exit, the process would be aborted.
     """
     for _ in range(_MOST_PAUSES):
-        if tensor._use_count() == 1:  # type: ignore[attr-defined]  # as torch.utils.swap_tensors asks
+        if not is_shared(tensor):
             return
         time.sleep(_PAUSE)  # without the lock
-
-
-def _timeout(group: ProcessGroup | None) -> timedelta | None:
-    """How long a group waits for a silent process; None, torch's default, if the group does not say.
-
-    A new group does not inherit it, and would wait half an hour for a machine that was given up long before.
-    """
-    known: Any = torch.distributed.group.WORLD if group is None else group
-    for device in getattr(known, "_device_types", ()):
-        found = getattr(getattr(known._get_backend(device), "options", None), "_timeout", None)
-        if isinstance(found, timedelta):
-            return found
-    return None
 
 
 def _devices(group: ProcessGroup | None) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import MidepochError
 from ..reading.workers import signals_in_hand
+from .private import run_exit_functions
 
 __all__ = ["Signals", "end_process"]
 
@@ -104,7 +105,7 @@ def end_process(status: int) -> None:
     may abort the process ("terminate called without an active exception"), and torchrun would report a failed job.
     """
     atexit.unregister(end_process)
-    atexit._run_exitfuncs()
+    run_exit_functions()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

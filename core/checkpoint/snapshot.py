@@ -574,7 +574,7 @@ class Snapshot:
             raise SnapshotError(
                 f"{found.path} is not the file that rank 0 sees: put it on storage that all processes share"
             )
-        check_fits(self._parts, content["parts"], content.get("kinds", {}))
+        check_fits(self._parts, content["parts"], content["kinds"])
         content["body"] = BodyRecord.read(content.get("body"), content["parts"])
         return content
 
