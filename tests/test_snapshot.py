@@ -1094,8 +1094,7 @@ def _held_after_an_exchange(rank: int, path: str) -> list[int]:
     found = []
     for _ in range(50):
         snapshot.poll()
-        snapshot._polling.next_step = 0  # the next call exchanges again
-        found.append(snapshot._polling._numbers._use_count() - 1)  # type: ignore[attr-defined]
+        found.append(snapshot._agreement._numbers._use_count() - 1)  # type: ignore[attr-defined]
     return found
 
 

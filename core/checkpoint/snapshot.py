@@ -12,27 +12,21 @@ import logging
 import os
 import signal
 import sys
-import time
-import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-import torch
 from torch.distributed import ProcessGroup
 
-from ..errors import MidepochError, SnapshotError, StateError, warn
+from ..errors import MidepochError, SnapshotError, warn
 from ..loader.body import RUNNING, Body, check_epochs, warn_of_done
-from ..loader.lending import loader_of
-from ..loader.saving import state_or_that_of_now
 from ..order.keys import derive_key
-from ..state.parts import is_rank_independent, join_states, warn_of_witnesses
-from .body_record import BodyRecord
+from .content import apply, contribute, joined, read_fitting
 from .epoch_loop import EpochLoop
-from .files import FORMAT, Found, SnapshotFile, cure_of, find, read, release_files
-from .generators import check_generators, save_generators, seed_generators, set_generators
-from .parts import check_fits, kinds_of, merge, sharded
+from .files import Found, SnapshotFile, cure_of, find, release_files
+from .generators import check_generators, seed_generators, set_generators
+from .parts import merge
 from .ranks import NEVER, Agreement, Ranks
 from .signals import Signals, end_process
 
@@ -41,17 +35,6 @@ __all__ = ["Snapshot"]
 _KEY = 0x534E4150  # no other keys begin with this word
 _SECONDS_FOR_AN_AGENT_TO_SIGNAL = 30.0
 _logger = logging.getLogger("midepoch")
-
-
-class _Contribution(NamedTuple):
-    """One rank's contribution to a snapshot: its loaders' states, generators and passes, or why there is none."""
-
-    loaders: dict[str, Any]
-    generators: str
-    body: BodyRecord
-    problem: str
-
-
 _SIGNALS = tuple(each for each in signal.Signals if each.name in ("SIGTERM", "SIGUSR1"))  # Windows has no SIGUSR1
 
 
@@ -130,7 +113,6 @@ class Snapshot:
         self._due = 0  # the step at which `step` does more than count
         self._was_loaded = False
         self._owes_a_save = self._told_of_put_off = False  # to the end of the body
-        self._polling, self._polls = Agreement(group), 0
         # A whole run may be in an `except` clause. The exception's attributes stand for it: unlike itself they keep no
         # frame alive, and as long as they exist no other exception has the same.
         outer = sys.exception()
@@ -193,7 +175,7 @@ class Snapshot:
         elif stop or is_due:
             self._save(in_flight, by_step=True)
         if stop:
-            self._tell_and_leave(ranks, f"saved {self.path} after step {self.steps}")
+            self._leave(ranks, f"saved {self.path} after step {self.steps}")
         next_save = NEVER if self._every is None else self.steps - self.steps % self._every + self._every
         self._due = 0 if self._owes_a_save else min(next_save, agreement.next_step)
         if ranks.size == 1 and self._signals.received:  # a signal that arrived after the check above
@@ -203,32 +185,24 @@ class Snapshot:
         """Leave if a signal was received. The existing snapshot stays: not even `save` writes on the way out.
 
         Call it in long work between two passes, such as a validation, which `step` does not see. Every process must
-        call it equally often.
+        call it equally often: several processes exchange a number in each call.
 
         Raises:
             SystemExit: a signal was received by some process.
         """
-        ranks, polling = self._polling.ranks(), self._polling
-        self._polls += 1
-        stop = bool(self._signals.received)
-        if ranks.size > 1:
-            stop = polling.should_stop(ranks, self._polls, stop, f"calls poll() after step {self.steps}")
-        if stop:
-            self._tell_and_leave(ranks, f"{self.path} stays as it was saved last")
+        ranks, where = self._agreement.ranks(), f"calls poll() after step {self.steps}"
+        if self._agreement.meet(ranks, where, float(bool(self._signals.received)))[0]:
+            self._leave(ranks, f"{self.path} stays as it was saved last")
 
-    def _tell_and_leave(self, ranks: Ranks, what: str) -> None:
+    def _leave(self, ranks: Ranks, what: str) -> None:
+        """Raise SystemExit. `what` has become of the snapshot: nothing may stop this process from leaving."""
         if ranks.rank == 0:
             _logger.warning("a signal was received: %s; leaving", what)
-        self._leave(alone=ranks.size == 1)
-
-    def _leave(self, alone: bool) -> None:
-        """Raise SystemExit. The snapshot is saved, so nothing may stop this process from leaving."""
         self._signals.kept = True  # this process is leaving, whatever signals follow
-        for part in self._parts.values():
-            if (loader := loader_of(part)) is not None:
-                with contextlib.suppress(Exception):
-                    loader.close()  # or multiprocessing would end its workers, which torch reports as an error
-        if not alone:
+        for loader in self._loop.loaders().values():
+            with contextlib.suppress(Exception):
+                loader.close()  # or multiprocessing would end its workers, which torch reports as an error
+        if ranks.size > 1:
             if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":  # several agents of torchrun
                 # When a machine joins, each agent signals its own ranks as soon as it notices. If ranks left earlier,
                 # on another rank's signal, their agent would believe that they had finished, and the job would
@@ -309,7 +283,7 @@ class Snapshot:
         elif stop or self._owes_a_save:
             self._save(0)
             if stop:
-                self._tell_and_leave(ranks, f"saved {self.path} after epoch {epoch}")
+                self._leave(ranks, f"saved {self.path} after epoch {epoch}")
 
     def _tell_of_left_body(self, what: str) -> None:
         """Say what becomes of a body that the loop has left. `what`: who goes on."""
@@ -393,12 +367,12 @@ class Snapshot:
         ranks = self._agreement.ranks()
         self._agreement.meet(ranks, f"saves after step {self.steps}")
         self._owes_a_save = False
-        states, offer = self._collect(in_flight, by_step)
-        offers = ranks.gather(offer)
+        states, mine = contribute(self._parts, self._loop, in_flight, by_step, is_exact=self._handled() is None)
+        offers = ranks.gather(mine)
         problem = ""
         if ranks.rank == 0:
             try:
-                self._file.write(self._content(states, offers))
+                self._file.write(joined(self._parts, states, offers, self.steps, self._told_of_witnesses))
             except Exception as error:  # noqa: BLE001  # the other ranks wait for this one, and must hear of it
                 problem = str(error)
                 if not isinstance(error, SnapshotError):
@@ -411,67 +385,6 @@ class Snapshot:
                 cause if ranks.rank == 0 else None
             )
         self._file.claimed = True
-
-    def _collect(self, in_flight: int, by_step: bool) -> tuple[dict[str, Any], _Contribution]:
-        """The states of all parts, and this rank's contribution."""
-        states: dict[str, Any] = {}
-        loaders: dict[str, Any] = {}
-        name, body = "the process", self._loop.body
-        is_exact = self._handled() is None and not (body is not None and body.unknown)
-        try:
-            for name, part in self._parts.items():
-                loader = loader_of(part)
-                if loader is None:
-                    states[name] = part.state_dict()
-                    continue
-                # In a body, a loader that is not being read, such as that of a validation, has no batch in flight.
-                taken = in_flight if body is None else body.in_flight_of(name, in_flight)
-                if is_exact:
-                    states[name] = loaders[name] = loader.state_dict(taken)
-                else:
-                    states[name] = loaders[name] = state_or_that_of_now(loader, taken)[0]
-            ends = by_step and any(state["epoch"] and not state["position"] for state in loaders.values())
-            return states, _Contribution(loaders, save_generators(), self._loop.record(ends), "")
-        except Exception as error:  # noqa: BLE001  # the other ranks wait for this one, and must hear of it
-            problem = f"{name} gave no state: {type(error).__name__}: {error}"
-            return states, _Contribution({}, "", BodyRecord(), problem)
-
-    def _content(self, states: dict[str, Any], offers: list[_Contribution]) -> dict[str, Any]:
-        """The content that rank 0 writes, from its own states and all ranks' contributions."""
-        for rank, offer in enumerate(offers):
-            if offer.problem:
-                raise SnapshotError(f"on rank {rank}, {offer.problem}")
-        body = BodyRecord.joined([offer.body for offer in offers])
-        for name in offers[0].loaders:
-            of_all = [offer.loaders[name] for offer in offers]
-            if not is_rank_independent(loader_of(self._parts[name])):
-                states[name] = join_states(of_all) if len(offers) > 1 else of_all[0]
-            elif len({(each["epoch"], each["position"]) for each in of_all}) > 1:
-                places = [(each["epoch"], each["position"]) for each in of_all]
-                other = next(rank for rank, place in enumerate(places) if place != places[0])
-                raise SnapshotError(
-                    f"the ranks do not stand at the same place of {name} (epoch, position): rank 0 at {places[0]}, "
-                    f"rank {other} at {places[other]}; call step() or save() on every rank after the same batch"
-                )
-            warn_of_witnesses(name, loader_of(self._parts[name]), of_all, self._told_of_witnesses)
-        for name, state in states.items():
-            if path := sharded(state, name):
-                raise SnapshotError(
-                    f"{path} is sharded over the ranks, and rank 0 has only its part: save it with "
-                    "torch.distributed.checkpoint, which takes loaders too (docs/trainers.md), or gather it first"
-                )
-        return {
-            "midepoch_snapshot": FORMAT,
-            "id": uuid.uuid4().hex,
-            "time": time.time(),
-            "steps": self.steps,
-            "world_size": len(offers),
-            "seed": torch.initial_seed() % (1 << 64),
-            "generators": [offer.generators for offer in offers],
-            "body": body.as_content(),
-            "parts": states,
-            "kinds": kinds_of(self._parts),
-        }
 
     # --- loading ---
 
@@ -533,7 +446,7 @@ class Snapshot:
         generators: dict[str, Any] | None = None
         failed: Exception | None = None
         try:
-            content = self._read(found)
+            content = read_fitting(found, self._parts)
             if ranks.rank < len(content["generators"]):
                 generators = check_generators(content["generators"][ranks.rank])
         except MidepochError as error:
@@ -549,7 +462,7 @@ class Snapshot:
         for rank, told in enumerate(problems):
             if told is not None:
                 raise SnapshotError(f"rank {rank} could not load {found.path}: {told}")
-        self._apply(content)
+        apply(content, self._parts)
         self._loop.load(content["body"])
         if generators is not None:
             set_generators(generators)
@@ -561,32 +474,3 @@ class Snapshot:
         self._owes_a_save = False
         self._file.take_over(found)
         return True
-
-    def _read(self, found: Found) -> dict[str, Any]:
-        """What a snapshot holds, checked against the parts."""
-        try:
-            content = read(found.path)
-        except FileNotFoundError:
-            raise SnapshotError(
-                f"{found.path} is not there, but rank 0 sees it: put it on storage that all processes share"
-            ) from None
-        if content["id"] != found.id:
-            raise SnapshotError(
-                f"{found.path} is not the file that rank 0 sees: put it on storage that all processes share"
-            )
-        check_fits(self._parts, content["parts"], content["kinds"])
-        content["body"] = BodyRecord.read(content.get("body"), content["parts"])
-        return content
-
-    def _apply(self, content: dict[str, Any]) -> None:
-        # Loaders first: they check everything before they change anything.
-        for name, part in sorted(self._parts.items(), key=lambda item: loader_of(item[1]) is None):
-            try:
-                part.load_state_dict(content["parts"][name])
-            except StateError:
-                raise
-            except Exception as error:
-                raise SnapshotError(
-                    f"{name} did not take its state ({type(error).__name__}: {error}): make it as in the run that "
-                    "saved it, and start this process again"
-                ) from error
