@@ -89,6 +89,18 @@ def noisy(size: int = 22, **options: Any) -> Any:
     return midepoch.wrap(sources.noisy_loader(size), **{"seed": 5, **options})
 
 
+class Strange(dict[int, float]):
+    """Fails for what it has not, as datasets of other people do: each with an error of its own."""
+
+    def __missing__(self, key: Any) -> Any:
+        raise (IndexError, KeyError, TypeError, OverflowError, MemoryError, ZeroDivisionError)[hash(key) % 6](key)
+
+
+def strange() -> Any:
+    data: Any = Strange({number: float(number) for number in range(16)})
+    return midepoch.wrap(DataLoader(data, batch_size=4, shuffle=True), seed=5)
+
+
 def listed(size: int = 22) -> Any:
     sampler = WeightedRandomSampler([0.1 + index for index in range(size)], size)
     return midepoch.wrap(DataLoader(sources.Noisy(size), batch_size=4, sampler=sampler), seed=5)
@@ -196,6 +208,7 @@ def ffcv(kind: str = "raw") -> Any:
 TARGETS: dict[str, Target] = {
     "dataloader": Target(noisy, relatives=(lambda: noisy(23), lambda: noisy(seed=6), in_groups)),
     "dataloader without a seed": Target(lambda: noisy(seed=None), relatives=(lambda: noisy(23), lambda: noisy(seed=6))),
+    "dataloader of strange errors": Target(strange, relatives=(noisy,)),
     "dataloader listed": Target(listed, relatives=(lambda: listed(21),)),
     "dataloader by batches": Target(in_groups, whole, relatives=(noisy,)),
     "dataloader of a rank": Target(of_a_rank, relatives=(noisy,), ranks=2),

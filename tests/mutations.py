@@ -15,7 +15,7 @@ import torch
 State = dict[str, Any]
 
 NUMBERS = ("version", "epoch", "position", "seed", "size", "world_size", "batch_size")
-TEXTS = ("adapter", "fingerprint", "detail", "checksum")
+TEXTS = ("adapter", "fingerprint", "detail", "witness", "checksum")
 ADAPTERS = (
     "dataloader", "iterable-dataloader", "iterable", "sequence", "sampler", "stateful", "stateful-dataloader",
     "datasets", "grain", "combined", "webdataset", "webdataset-streams", "streaming", "dali", "dali-sampled", "ffcv",
@@ -131,7 +131,7 @@ def deep_nesting(generator: random.Random, state: State, others: Sequence[State]
 
 def edited_text(generator: random.Random, state: State, others: Sequence[State]) -> Any:
     """A text cut, doubled, spliced, or with another number in it."""
-    name = generator.choice(("detail", "detail", "detail", "fingerprint", "adapter", "checksum"))
+    name = generator.choice(("detail", "detail", "detail", "witness", "witness", "fingerprint", "adapter", "checksum"))
     text = state.get(name)
     if not isinstance(text, str):
         return state

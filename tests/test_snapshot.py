@@ -10,7 +10,6 @@ import itertools
 import os
 import random
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -156,14 +155,24 @@ def test_a_dataset_that_has_the_two_methods_itself(tmp_path: Path) -> None:
 # --- what does not fit ---
 
 
-def test_parts_that_cannot_be_saved_are_refused() -> None:
-    for bad, error in (({"model": 3}, TypeError), ({}, TypeError), ({"data": [1, 2]}, TypeError)):
-        with pytest.raises(error):
-            Snapshot("x.pt", signals=(), **bad)
-    part = torch.nn.Linear(1, 1)
-    for settings in ({"every": 0}, {"every": 1.5}, {"keep": 0}, {"every": True}):
-        with pytest.raises(ValueError, match="must be an int of at least 1"):
-            Snapshot("x.pt", signals=(), model=part, **settings)
+MODEL = torch.nn.Linear(1, 1)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, "there is nothing to save"),
+    ({"parts": {}}, "there is nothing to save"),
+    ({"data": [1, 2]}, "data is a list without state_dict"),
+    ({"parts": {"keep": 3}}, "keep is a int without state_dict"),
+    ({"parts": {3: MODEL}}, "the names in parts must be str, got 3"),
+    ({"parts": MODEL}, r"parts must be a mapping .* got a Linear: .* parts=\{'parts': \.\.\.\}"),
+    ({"model": MODEL, "parts": {"model": MODEL}}, "model is both in parts and a keyword: pass each part once"),
+    *[({"model": MODEL, name: value}, "must be an int of at least 1")
+      for name, value in (("every", 0), ("every", 1.5), ("every", True), ("keep", 0))],
+]  # fmt: skip
+
+
+def test_arguments_that_make_no_sense() -> None:
+    for arguments, message in REFUSED:
+        with pytest.raises((TypeError, ValueError), match=message):
+            Snapshot("x.pt", signals=(), **arguments)
 
 
 def test_what_does_not_fit_leaves_everything_as_it_was(tmp_path: Path) -> None:
@@ -205,20 +214,6 @@ def test_a_part_may_have_the_name_of_a_keyword(name: str, tmp_path: Path) -> Non
         other.weight.add_(1)
     assert Snapshot(path, signals=(), parts={"model": one, name: other}).load()
     assert torch.equal(other.weight, weight)
-
-
-def test_parts_that_are_no_parts_are_refused(tmp_path: Path) -> None:
-    path, model = tmp_path / "snapshot.pt", torch.nn.Linear(1, 1)
-    with pytest.raises(TypeError, match="model is both in parts and a keyword: pass each part once"):
-        Snapshot(path, signals=(), model=model, parts={"model": model})
-    with pytest.raises(TypeError, match=r"parts must be a mapping .* got a Linear: .* parts=\{'parts': \.\.\.\}"):
-        Snapshot(path, signals=(), parts=model)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="the names in parts must be str, got 3"):
-        Snapshot(path, signals=(), parts={3: model})  # type: ignore[dict-item]
-    with pytest.raises(TypeError, match="keep is a int without state_dict"):
-        Snapshot(path, signals=(), parts={"keep": 3})
-    with pytest.raises(TypeError, match="there is nothing to save"):
-        Snapshot(path, signals=(), parts={})
 
 
 def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
@@ -491,29 +486,6 @@ def test_a_full_disk_leaves_the_snapshot_before(tmp_path: Path) -> None:
     assert names(tmp_path) == ["snapshot.pt", "snapshot.pt.1"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting a small disk needs root")
-def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "none", str(disk)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"no disk could be mounted: {mounted.stderr.decode()}")
-    try:
-        run = Run(disk / "snapshot.pt", every=1)
-        run.train(3)
-        (disk / "filler").write_bytes(bytes(4096 * ((os.statvfs(disk).f_bavail) - 1)))
-        with pytest.raises(SnapshotError, match="was not saved"):
-            run.train(1)
-        assert names(disk) == ["filler", "snapshot.pt", "snapshot.pt.1"]
-        (disk / "filler").unlink()
-        again = Run(disk / "snapshot.pt", every=1)
-        assert again.snapshot.load()
-        assert again.snapshot.steps == 3
-        again.train(2)
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
 @pytest.mark.parametrize("error", [OSError(22, "Invalid argument"), KeyboardInterrupt()])
 def test_what_goes_wrong_after_the_renaming(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -600,13 +572,6 @@ def test_another_kind_of_optimizer_or_scaler_is_refused_before_anything_is_chang
         assert torch.equal(model.weight, before)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    run = Run(tmp_path / "file" / "snapshot.pt")
-    with pytest.raises(SnapshotError, match=r"was not saved.*(NotADirectoryError|FileExistsError)"):
-        run.snapshot.save()
-
-
 def test_whoever_is_killed_at_any_instant_of_a_save_leaves_a_sound_snapshot(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pt"
     generator = random.Random(3)
@@ -669,13 +634,13 @@ def test_a_draft_that_somebody_writes_is_left_alone(tmp_path: Path) -> None:
 # --- signals ---
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_saves_and_exits_after_the_batch(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "taken"), [(signal.SIGTERM, 5), (signal.SIGUSR1, 0)])
+def test_a_signal_saves_and_exits_after_the_batch(number: signal.Signals, taken: int, tmp_path: Path) -> None:
     before = signal.getsignal(number)
     whole = Run(tmp_path / "other.pt").train(12)
     run = Run(tmp_path / "snapshot.pt", every=1000, signals=(signal.SIGTERM, signal.SIGUSR1), exit_status=75)
     run.snapshot.load()
-    head = run.train(5)
+    head = run.train(taken) if taken else []
     os.kill(os.getpid(), number)
     with pytest.raises(SystemExit) as left:
         run.train(5)
@@ -685,18 +650,9 @@ def test_a_signal_saves_and_exits_after_the_batch(number: signal.Signals, tmp_pa
     assert signal.getsignal(number) == before, "handlers are given back"
     resumed = Run(tmp_path / "snapshot.pt")
     resumed.snapshot.load()
-    assert resumed.snapshot.steps == 6
-    assert head == whole[:5]
-    assert resumed.train(6) == whole[6:]
-
-
-def test_a_signal_before_the_first_batch(tmp_path: Path) -> None:
-    run = Run(tmp_path / "snapshot.pt", signals=(signal.SIGUSR1,))
-    os.kill(os.getpid(), signal.SIGUSR1)
-    with pytest.raises(SystemExit):
-        run.train(3)
-    run.snapshot.close()
-    assert torch.load(tmp_path / "snapshot.pt", weights_only=True)["steps"] == 1
+    assert resumed.snapshot.steps == taken + 1
+    assert head == whole[:taken]
+    assert resumed.train(11 - taken) == whole[taken + 1 :]
 
 
 def test_of_two_snapshots_each_hears_and_a_closed_one_passes_on(tmp_path: Path) -> None:
@@ -1002,7 +958,6 @@ def test_a_step_between_saves_calls_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("taken", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_gather_and_save_cost_no_more_with_objects_in_the_dataset(taken: int, tmp_path: Path) -> None:
     counted: dict[str, list[int]] = {"gather": [], "save": []}
-    seconds: dict[str, list[float]] = {"gather": [], "save": []}
     for objects in (False, False, True):  # the first one pays for what a process does once
         loader = midepoch.wrap(DataLoader(Records(objects), batch_size=4, shuffle=True), seed=0)
         for _ in itertools.islice(loader, taken):
@@ -1011,18 +966,9 @@ def test_gather_and_save_cost_no_more_with_objects_in_the_dataset(taken: int, tm
         actions: dict[str, Callable[[], object]] = {"gather": lambda: midepoch.gather(loader), "save": snapshot.save}  # noqa: B023
         for name, action in actions.items():
             counted[name].append(calls(action))
-            seconds[name].append(min(timed(action) for _ in range(20)))
     for name in counted:
         _, without, many = counted[name]
         assert many <= without + 20, f"{name}: {without} calls without objects, {many} with 45,000"
-        # A walk through the records takes 40 ms or more.
-        assert seconds[name][2] < seconds[name][1] + 0.01, (name, seconds[name])
-
-
-def timed(action: Callable[[], object]) -> float:
-    began = time.thread_time()  # of this thread's processor, whatever else the machine does
-    action()
-    return time.thread_time() - began
 
 
 class Stateless:

@@ -34,7 +34,7 @@ LONGEST = 128
 
 _MOST_PARTS = 256  # of a sample; the last stands for all further ones
 _MOST_CODES = 12  # the last stands for all further parts
-_MOST_LEFT_OUT = 6  # names; where more vary, those of the containers that hold them
+_MOST_LEFT_OUT = 6  # names
 
 _TEXT = re.compile(
     r"(\d{1,19})/(-?\d{1,19})?/([0-9a-f]{8})/((?:[0-9a-f]{4}){0,12})/((?:[0-9a-f]{4}){0,6})", re.ASCII
@@ -126,10 +126,12 @@ def _is_exact(value: Any) -> bool:
     return not isinstance(value, float | complex)
 
 
-# Longer text is none: a picture as base64 may begin with a slash, and end as any other picture does.
-_LONGEST_PATH = 512
-_PATH = re.compile(r'(?:/|[A-Za-z][A-Za-z0-9+.-]*://|[A-Za-z]:[\\/])(?! )(?:[^\x00-\x20<>"|*{}]| (?! ))*')
-_NAME_WITH_SPACE = re.compile(r".*\.\w{1,8}")
+# Without spaces, or with the ending of a file: "/imagine cats and/or dogs" is a sentence. Longer text is none: a
+# picture as base64 may begin with a slash, and end as any other picture does.
+_PATH = re.compile(
+    r'(?:/|[A-Za-z][A-Za-z0-9+.-]*://|[A-Za-z]:[\\/])'
+    r'(?:[^\x00-\x20<>"|*{}]{0,512}|[^\x00-\x1f<>"|*{}]{0,504}\.\w{1,8})'
+)
 
 
 def _last_component(value: Any) -> str:
@@ -137,9 +139,7 @@ def _last_component(value: Any) -> str:
     text = os.fsdecode(value) if isinstance(value, os.PathLike) else value
     if type(text) is not str:
         return ""
-    if text is value and (len(text) > _LONGEST_PATH or not _PATH.fullmatch(text)):
-        return ""
-    if text is value and " " in text and not _NAME_WITH_SPACE.fullmatch(text):
+    if text is value and not _PATH.fullmatch(text):
         return ""
     return re.split(r"[/\\]" if text[1:2] == ":" else "/", text.rstrip("/\\"))[-1]
 
@@ -211,16 +211,12 @@ def _few(parts: list[_PartSummary]) -> list[_PartSummary]:
 
 
 def _outermost(names: Set[str]) -> list[str]:
-    """Without what lies in others of them; where there are too many, of the containers that hold the innermost."""
-    while True:
-        outer: list[str] = []
-        for name in sorted(names):  # a container, then its members
-            if not outer or not name.startswith(outer[-1]):
-                outer.append(name)
-        if len(outer) <= _MOST_LEFT_OUT:
-            return outer
-        deepest = max(name.count("[") for name in outer)
-        names = {name.rpartition("[")[0] if name.count("[") == deepest else name for name in outer}
+    """Without what lies in others of them. Where there are too many, all of the sample is left out."""
+    outer: list[str] = []
+    for name in sorted(names):  # a container, then its members
+        if not outer or not name.startswith(outer[-1]):
+            outer.append(name)
+    return outer if len(outer) <= _MOST_LEFT_OUT else [""]
 
 
 def _without(summary: SampleSummary, left_out: tuple[str, ...]) -> list[_PartSummary]:
