@@ -56,12 +56,19 @@ def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     seen: list[Any] = []
 
-    def make(world: midepoch.World, local_batch_size: int, **keywords: Any) -> Any:
-        return midepoch.wrap(DataLoader(Texts(), batch_size=local_batch_size, shuffle=True), seed=3, world=world)
+    def make(world: midepoch.World, batch_size: int = 0, **keywords: Any) -> Any:
+        if "num_tokens_per_batch" in keywords:
+            batch_size = keywords["num_tokens_per_batch"] // keywords["max_context_length"]
+        batch_size = keywords.get("local_batch_size", batch_size)
+        return midepoch.wrap(DataLoader(Texts(), batch_size=batch_size, shuffle=True), seed=3, world=world)
 
     config = llama3_debugmodel()
-    config.training.local_batch_size = GLOBAL_BATCH // (world_size // options.tensor_parallel)
-    config.training.seq_len = LENGTH
+    batch_size = GLOBAL_BATCH // (world_size // options.tensor_parallel)
+    if hasattr(config.training, "seq_len"):  # up to 0.3
+        config.training.seq_len, config.training.local_batch_size = LENGTH, batch_size
+    else:
+        config.training.max_context_length = LENGTH
+        config.training.num_tokens_per_microbatch_per_dp_rank = LENGTH * batch_size
     config.training.steps = options.steps
     config.training.disable_cuda_graphs = True
     config.parallelism.spmd_backend = "partial_dtensor"

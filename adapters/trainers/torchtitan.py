@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.components.dataloader import BaseDataLoader
+try:
+    from torchtitan.components.data.loader import BaseDataLoader
+except ModuleNotFoundError:  # up to 0.3
+    from torchtitan.components.dataloader import BaseDataLoader
 
 from midepoch.errors import StateError
 from midepoch.loader.lending import loader_of
@@ -26,9 +29,10 @@ def feed(config: Any, make: Callable[..., Any]) -> None:
 
     Args:
         config: torchtitan's ``Trainer.Config``. Its ``dataloader`` is replaced.
-        make: called once in each process. It gets the keywords that torchtitan gives its own data loaders, such as
-            ``tokenizer``, ``seq_len`` and ``local_batch_size``, and ``world``: the `World` of data ranks. These are
-            fewer than all processes under tensor or model parallelism. It returns ``midepoch.wrap(..., world=world)``,
+        make: called once in each process. It gets the keywords that torchtitan gives its own data loaders:
+            ``tokenizer``, and ``seq_len`` and ``local_batch_size``, or after 0.3 ``max_context_length`` and
+            ``num_tokens_per_batch``. ``world`` is the `World` of data ranks, which are fewer than all processes under
+            tensor or model parallelism. It returns ``midepoch.wrap(..., world=world)``,
             a loader of pairs: a dict of inputs, and labels.
     """
 
