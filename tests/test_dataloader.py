@@ -548,7 +548,7 @@ def test_driven_without_streams_still_jumps() -> None:
 
 def test_a_dataset_that_shares_its_sampler_among_workers_is_named() -> None:
     with midepoch.wrap(DataLoader(sources.SharingItsSampler(20), num_workers=2), seed=5) as loader:  # noqa: SIM117
-        with pytest.raises(SourceError, match=r"SharingItsSampler drew 2 indices.*shard=False"):
+        with pytest.raises(SourceError, match=r"SharingItsSampler drew .*shard=False"):
             sources.taken(loader)
     # Left to it, every worker reads a stream of its own.
     dataset = sources.SharingItsSampler(20)

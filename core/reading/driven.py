@@ -1,26 +1,26 @@
-"""Iterables that expose their samplers: to jump within an epoch, set the positions at which the samplers continue.
+"""Iterables that expose their samplers: a jump to a sample gives it the indices that it would draw.
 
 The pattern is that of a dataset which keeps ``self.sampler`` and, in ``__iter__``, ``self.sampler_iter =
-iter(self.sampler)``.
-midepoch iterates a shallow copy of the dataset in which the samplers are its own. A jump is exact only if each sample
-draws a constant number of indices from each sampler. So the draws of the first sample are counted when reading begins,
-and those of every later sample are compared with them. That a sample depends on nothing else is believed.
+iter(self.sampler)``. midepoch iterates a shallow copy of the dataset in which other samplers stand for the user's, and
+give the indices that they are given. A jump is exact only if each sample draws a constant number of indices from each
+sampler. So the draws of the first sample are counted before reading begins, and those of every later sample are
+compared with them. That a sample depends on nothing else is believed.
 
 The samplers are a way to jump, not the source's end: it is asked for one more before an epoch's last batch is handed
-out. Where one process reads all of it, it may deviate: draw another number, begin a sampler again, end early, or go on
-after the last index. The pass then goes on with what the source gives.
+out. A sample that draws another number, a sampler that is begun again, an early end, or a sample after the last index
+is a deviation. Where one process reads all of the epoch, a replay takes over there; otherwise it is an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
+import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch.utils.data import Sampler, get_worker_info
+from torch.utils.data import Sampler
 
 from ..errors import SourceError
 from ..loader.adapter import Run
@@ -35,7 +35,7 @@ from .private import is_place_holder
 from .units import Units
 
 __all__ = [
-    "RAW", "AloneReader", "Driven", "DrivenReader", "DrivenRequest", "Path", "Sent", "driven_requests",
+    "RAW", "DeviationError", "DrivenReader", "DrivenRequest", "Path", "SamplerDriven", "driven_requests",
     "exposed_samplers", "raw_copy",
 ]  # fmt: skip
 
@@ -68,7 +68,7 @@ _LONGEST_CONTAINER = 1000  # members of an attribute that is searched for sample
 
 def raw_copy(dataset: Any, replace: Mapping[Path, Any]) -> Any:
     """A shallow copy of `dataset` with some samplers replaced. `dataset` itself is unchanged."""
-    twin = copy.copy(dataset)
+    copied = copy.copy(dataset)
     attributes: dict[str, Any] = {RAW: True} if hasattr(type(dataset), RAW) else {}
     for path, value in replace.items():
         name = path[0]
@@ -81,67 +81,49 @@ def raw_copy(dataset: Any, replace: Mapping[Path, Any]) -> Any:
             container = attributes[name] = dict(original) if isinstance(original, dict) else list(original)
         container[path[1]] = value
     for name, value in attributes.items():
-        object.__setattr__(twin, name, value)
-    return twin
+        object.__setattr__(copied, name, value)
+    return copied
 
 
-class _Driven(Sampler[Any]):
-    """Replaces a user's sampler: returns the indices of our order from any position.
+# --- a pass -----------------------------------------------------------------------------------------------------------
 
-    Its iterators share its position, so the position can be set between two samples.
+
+class _Deviation(Exception):  # noqa: N818  # caught here
+    """A sample does not follow from the samplers as those before it, for a reason in words after the source's name."""
+
+
+class _StandIn(Sampler[Any]):
+    """Stands for a user's sampler: gives the indices that are `put`, or those of whole passes over an order.
 
     Args:
         original: the user's.
-        length: indices in the epoch.
-        order: of each pass over it, the first one's number being 0; None if the indices of each sample are `put`.
-        error: of the sampler's own, which comes after its indices; None if it ends.
+        whole: the indices of each pass over it, the first one's number being 0; None if they are `put`.
+
+    Attributes:
+        drawn: indices since the last `put`.
+        passes: that were begun.
     """
 
-    _AHEAD = 256  # positions taken from the order at once
+    def __init__(self, original: Any, whole: Callable[[int], Iterator[Any]] | None = None) -> None:
+        self._original, self._whole, self.passes = original, whole, 0
+        self.put(iter(()))
 
-    def __init__(
-        self,
-        original: Any,
-        length: int,
-        order: Callable[[int], EpochOrder | MaterializedEpoch] | None,
-        error: Exception | None = None,
-    ) -> None:
-        self._original, self._length, self._orders, self._error = original, length, order, error
-        self._order = None if order is None else order(0)
-        if isinstance(self._order, MaterializedEpoch):
-            self._error = self._order.error
-        self._chunk: list[Any] = []
-        self._chunk_start = 0
-        self.position = 0
-        self.passes = 0
-        self.exceeded = False  # more was drawn than was put
-
-    def put(self, position: int, indices: list[Any]) -> None:
-        """The indices from this position on, until the next ones are put."""
-        self._chunk_start, self._chunk = position, indices
+    def put(self, indices: Iterator[Any]) -> None:
+        """Give these from now on."""
+        self.drawn, self._next = 0, indices.__next__
 
     def __iter__(self) -> Iterator[Any]:
+        if self._whole is not None:
+            self.put(self._whole(self.passes))
+        elif self.passes:
+            raise _Deviation("began a sampler again")
         self.passes += 1
-        if self.passes > 1:
-            self.position = 0  # as a sampler does; the reader notices
-            if self._orders is not None:
-                self._order, self._chunk = self._orders(self.passes - 1), []
-        return _Draws(self.draw)
+        return _Indices(self._draw)
 
-    def draw(self) -> Any:
-        """The next index."""
-        position = self.position
-        if position >= self._length:
-            raise StopIteration if self._error is None else self._error
-        place = position - self._chunk_start
-        if not 0 <= place < len(self._chunk):
-            if self._order is None:
-                self.exceeded = True
-                raise StopIteration
-            self._chunk_start, place = position, 0
-            self._chunk = as_list(self._order[position : min(position + self._AHEAD, self._length)])
-        self.position = position + 1
-        return self._chunk[place]
+    def _draw(self) -> Any:
+        index = self._next()
+        self.drawn += 1
+        return index
 
     def __len__(self) -> int:
         return len(self._original)
@@ -152,99 +134,82 @@ class _Driven(Sampler[Any]):
         return getattr(self._original, name)
 
 
-class _Draws:
-    """One pass over a `_Driven`. Calling `iter()` on it does not count as a second pass."""
+class _Indices:
+    """A pass over a `_StandIn`, which a dataset may keep among its attributes. Its ``iter()`` begins no other pass."""
 
     __slots__ = ("_draw",)
 
     def __init__(self, draw: Callable[[], Any]) -> None:
         self._draw = draw
 
-    def __iter__(self) -> _Draws:
+    def __iter__(self) -> _Indices:
         return self
 
     def __next__(self) -> Any:
         return self._draw()
 
 
-class Driven:
-    """An iterable dataset with our samplers: opens it at the beginning of any sample's draws.
+class _Pass:
+    """One pass over a copy of a dataset in which other samplers stand for its own.
 
-    Args:
-        dataset: as the user made it.
-        orders: the order that each exposed sampler stands for.
-
+    What reading sets on the copy is set on the dataset, too, as a plain pass leaves it.
     """
 
+    def __init__(self, dataset: Any, stand_ins: Mapping[Path, _StandIn]) -> None:
+        self._dataset, self.samplers = dataset, list(stand_ins.values())
+        copied = raw_copy(dataset, stand_ins)
+        self._read: dict[str, Any] = getattr(copied, "__dict__", {})
+        self._known = dict(self._read)  # as the dataset has it
+        self.iterator = iter(copied)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.iterator)
+        finally:
+            known = self._known
+            for name, value in self._read.items():
+                if name not in known or value is not known[name]:
+                    known[name] = value
+                    if type(value) is not _Indices:
+                        object.__setattr__(self._dataset, name, value)
+
+
+# --- the orders -------------------------------------------------------------------------------------------------------
+
+
+class SamplerDriven:
+    """An iterable dataset that exposes samplers, and the order that each of them stands for."""
+
     def __init__(self, dataset: Any, orders: Mapping[Path, Order | MaterializedOrder]) -> None:
-        self.dataset = dataset
-        self.orders = dict(orders)
-        self._read: dict[str, Any] = {}  # the attributes of the copy that is being read
-        self._known: dict[str, Any] = {}  # the same, as they were when the dataset got them last
-        self._before: dict[str, Any] = {}  # the dataset's own when the copy was made
-
-    def open(
-        self, seed: int, epoch: int, sent: Sequence[Sent | None] | None = None
-    ) -> tuple[Iterator[Any], list[_Driven]]:
-        """A new iterator over the dataset, and the samplers that drive it, at the epoch's start.
-
-        `sent`: for each sampler what the main process has sent of its list; None where it is computed here.
-        """
-        samplers, driven = exposed_samplers(self.dataset), {}
-        for (path, order), part in zip(self.orders.items(), sent or (None,) * len(self.orders), strict=True):
-            if part is None:
-                orders = functools.partial(_order_of_pass, order, seed, epoch)
-                driven[path] = _Driven(samplers[path], len(orders(0)), orders)
-            else:
-                driven[path] = _Driven(samplers[path], part.length, None, part.error)
-        copied, self._before = raw_copy(self.dataset, driven), dict(getattr(self.dataset, "__dict__", {}))
-        self._read = getattr(copied, "__dict__", {})
-        self._known = dict(self._read)
-        return iter(copied), list(driven.values())
-
-    def leave(self) -> None:
-        """Let the dataset have what reading has set on its copy, as a plain pass leaves it."""
-        known = self._known
-        for name, value in self._read.items():
-            if name not in known or value is not known[name]:
-                known[name] = value
-                if type(value) is not _Draws:  # of our samplers
-                    object.__setattr__(self.dataset, name, value)
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the dataset's attributes are those with which it was opened."""
-        now, before = getattr(self.dataset, "__dict__", {}), self._before
-        return now.keys() == before.keys() and all(value is before[name] for name, value in now.items())
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_read": {}, "_known": {}, "_before": {}}
+        self.dataset, self.orders = dataset, dict(orders)
+        self._listed = [each for each in self.orders.values() if isinstance(each, MaterializedOrder)]
 
     @property
     def lists(self) -> bool:
         """Whether some sampler has to be listed."""
-        return any(isinstance(order, MaterializedOrder) for order in self.orders.values())
+        return bool(self._listed)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What trials of the samplers that are listed have shown."""
+        return [order.finding for order in self._listed]
 
     def prepare(self, seed: int, epoch: int) -> None:
         """List the samplers whose order is not computed, for a pass that begins."""
-        for order in self.orders.values():
-            if isinstance(order, MaterializedOrder):
-                order.begin(seed, epoch)
+        for order in self._listed:
+            order.begin(seed, epoch)
 
     def moved(self) -> None:
         """The loader was led elsewhere: the next pass asks the samplers again."""
-        for order in self.orders.values():
-            if isinstance(order, MaterializedOrder):
-                order.moved("")
-
-    def listed(self, seed: int, epoch: int) -> list[MaterializedEpoch | None]:
-        """The list of each sampler in an epoch; None where the order is computed."""
-        orders = self.orders.values()
-        return [each.epoch(seed, epoch) if isinstance(each, MaterializedOrder) else None for each in orders]
+        for order in self._listed:
+            order.moved("")
 
     def crc(self, seed: int, epoch: int) -> str:
         """Of all lists of an epoch together, in eight digits; empty if every order is computed."""
-        crcs = [each.crc for each in self.listed(seed, epoch) if each is not None]
+        crcs = [order.epoch(seed, epoch).crc for order in self._listed]
         return f"{zlib.crc32(','.join(crcs).encode()):08x}" if crcs else ""
 
     def lengths(self, seed: int, epoch: int) -> list[int]:
@@ -264,42 +229,54 @@ class Driven:
         drawn = (order for order, draw in zip(self.orders.values(), draws, strict=True) if draw)
         return not all(isinstance(order, Endless) for order in drawn)
 
-    @property
-    def findings(self) -> list[Finding]:
-        """What trials of the samplers that are listed have shown."""
-        return [order.finding for order in self.orders.values() if isinstance(order, MaterializedOrder)]
+    def whole(self, seed: int, epoch: int) -> _Pass:
+        """A pass in which each sampler gives its whole order."""
+        samplers = exposed_samplers(self.dataset)
+
+        def stand_in(path: Path, order: Order | MaterializedOrder) -> _StandIn:
+            def indices(number: int) -> Iterator[Any]:
+                # A list is the same each time that it is begun within the pass.
+                key = derive_key(seed, number) if number and not isinstance(order, MaterializedOrder) else seed
+                listed = order.epoch(key, epoch)
+                every = (as_list(listed[at : min(at + _AHEAD, len(listed))]) for at in range(0, len(listed), _AHEAD))
+                return _each(itertools.chain.from_iterable(every), _error_of(listed))
+
+            return _StandIn(samplers[path], indices)
+
+        return _Pass(self.dataset, {path: stand_in(path, order) for path, order in self.orders.items()})
 
 
-def _order_of_pass(
-    order: Order | MaterializedOrder, seed: int, epoch: int, number: int
-) -> EpochOrder | MaterializedEpoch:
-    """What a sampler gives when it is iterated again within one pass over its dataset; a list is kept as it is."""
-    return order.epoch(seed if isinstance(order, MaterializedOrder) or not number else derive_key(seed, number), epoch)
+def _each(indices: Iterable[Any], end: Exception | None) -> Iterator[Any]:
+    yield from indices
+    if end is not None:
+        raise end
 
 
-class Sent(NamedTuple):
-    """What a worker process gets of one sampler's list.
+def _error_of(order: EpochOrder | MaterializedEpoch) -> Exception | None:
+    return order.error if isinstance(order, MaterializedEpoch) else None
 
-    Attributes:
-        length: indices in the epoch.
-        indices: those of each sample of the request, and of the one before if it resumes.
-        error: of the sampler's own, which comes after its indices.
-    """
 
-    length: int
-    indices: list[list[Any]]
-    error: Exception | None
+_AHEAD = 256  # indices that are computed at once
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+Part = tuple[list[Any], Exception | None]
+"""Some indices of a sampler, and what it raises after them; None if it ends."""
 
 
 class DrivenRequest(NamedTuple):
     """A request for one batch of such an iterable: `units` positions from `start` on, out of `size`.
 
     Attributes:
-        session: the run's session number.
-        seed, epoch, start, units, size: as said.
-        resumes: the epoch is continued here: the sample before is read, too, since it may not have been at its end.
-        last: the reader gets no further one in this session.
-        sent: for each sampler, what a worker cannot compute of its list; None if nothing has to be sent.
+        session, seed, epoch, start, units, size: as said; the first is the run's session number.
+        before: samples before these that are read, too, and dropped: one where an epoch is continued, since the source
+            may have more of it to give.
+        draws: the indices that each sample draws from each sampler.
+        parts: of each sampler, for all these samples.
+        after: samples of the epoch after these, which nobody reads: they are read and dropped.
+        rest: of each sampler, for those and for one more; None if the reader gets a further request in this session.
     """
 
     session: int
@@ -308,388 +285,232 @@ class DrivenRequest(NamedTuple):
     start: int
     units: int
     size: int
-    resumes: bool
-    last: bool
-    sent: tuple[Sent | None, ...] | None = None
+    before: int
+    draws: tuple[int, ...]
+    parts: tuple[Part, ...]
+    after: int = 0
+    rest: tuple[Part, ...] | None = None
 
 
 def driven_requests(
-    run: Run,
-    unchanged: Callable[[], None],
-    draws: tuple[int, ...],
-    lists: Sequence[MaterializedEpoch | None],
-    readers: int,
-    goes_on: Callable[[], bool],
+    run: Run, unchanged: Callable[[], None], driven: SamplerDriven, draws: tuple[int, ...], readers: int
 ) -> Iterator[DrivenRequest]:
     """The requests of one session.
 
     Args:
         run: the session's.
         unchanged: called before each request; raises if the source has changed.
+        driven: the source.
         draws: indices that each sample draws from each sampler.
-        lists: those whose indices are to be sent to workers; empty if none are.
         readers: that answer in turn.
-        goes_on: whether there is another batch after those of the samplers.
     """
     share = run.share
     assert share is not None  # samplers have a length
-    left, sends = share.steps, any(each is not None for each in lists)
+    size, left, alone = share.size, share.steps, run.world.world_size * readers == 1
+    orders = (order.epoch(run.seed, run.epoch) for order in driven.orders.values())
+    slices = [_Slices(order, count) for order, count in zip(orders, draws, strict=True)]
+    every = spans(share)
     if not left and not run.position:
         # Less than a batch is left out of an epoch; a source that gives more than its samplers may make one of it.
-        yield DrivenRequest(run.session, run.seed, run.epoch, 0, 0, share.size, False, True)
-    for start, stop in spans(share):
+        every, left = iter([(0, 0)]), 1
+    for start, stop in every:
         unchanged()
         left -= 1
-        resumes = 0 < start == run.position
+        before = int(0 < start == run.position)
+        padding = ((position % size, position % size + 1) for position in range(max(start, size), stop))
+        samples = ((start - before, min(stop, size)), *padding)
         request = DrivenRequest(
-            run.session, run.seed, run.epoch, start, stop - start, share.size, resumes, left < readers
-        )
-        if sends:
-            sent = (_part(each, count, request) for each, count in zip(lists, draws, strict=True))
-            request = request._replace(sent=tuple(sent))
+            run.session, run.seed, run.epoch, start, stop - start, size, before, draws,
+            tuple(each.part(samples) for each in slices),
+        )  # fmt: skip
+        if left < readers:
+            after = max(size - stop, 0) if alone else 0
+            rest = tuple(each.part([(size - after, size + 1)]) for each in slices)
+            request = request._replace(after=after, rest=rest)
         yield request
-    start = run.position + share.steps * share.batch_size
-    while goes_on():
-        yield DrivenRequest(run.session, run.seed, run.epoch, start, share.batch_size, share.size, False, False)
-        start += share.batch_size
 
 
-def _part(listed: MaterializedEpoch | None, count: int, request: DrivenRequest) -> Sent | None:
-    if listed is None:
-        return None
-    positions = [*range(request.start, request.start + request.units), *([request.start - 1] * request.resumes)]
-    places = [position % request.size * count for position in positions]
-    return Sent(len(listed), [listed[place : place + count] for place in places], listed.error)
+class _Slices:
+    """The parts of an order. A numpy call costs more than its work, so it is asked for many indices at once."""
+
+    def __init__(self, order: EpochOrder | MaterializedEpoch, count: int) -> None:
+        self._order, self._count, self._start, self._ahead = order, count, 0, list[Any]()
+
+    def part(self, samples: Iterable[tuple[int, int]]) -> Part:
+        """The indices of samples, given as (start, stop)."""
+        order, count, indices, wanted = self._order, self._count, list[Any](), 0
+        for start, stop in samples:
+            first, last = min(start * count, len(order)), min(stop * count, len(order))
+            if first < self._start or last > self._start + len(self._ahead):
+                self._start, self._ahead = first, as_list(order[first : max(last, min(first + _AHEAD, len(order)))])
+            indices += self._ahead[first - self._start : last - self._start]
+            wanted += max(stop - start, 0) * count
+        if len(indices) == wanted:
+            return indices, _Deviation(f"drew more than {count} indices from a sampler")
+        return indices, _error_of(order)
 
 
-_COUNTING = -1  # the session of `DrivenReader.count`
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
-class _Deviation(Exception):  # noqa: N818  # caught here
-    """A sample did not follow from the samplers' positions as those before it.
+class DeviationError(SourceError):
+    """A sample did not follow from the samplers as those before it.
 
     Attributes:
         why: in words that follow the source's name.
-        items: the sample, if there was one.
+        start: the position of the batch that could not be read.
     """
 
-    def __init__(self, why: str, *items: Any) -> None:
-        super().__init__(why)
-        self.why, self.items = why, items
+    why = ""
+    start = 0
 
 
 class DrivenReader:
-    """Reads batches from an iterable that exposes its samplers, each sample after a jump and under its own stream.
+    """Reads batches from an iterable that exposes its samplers, each sample under its own stream.
 
     Args:
         driven: the dataset and its orders.
         collate: from a list of samples, or from one if `single`, to a batch.
         single: samples are handed out one by one.
         streams: False lets the dataset draw from the caller's generators.
-        draws: indices that each sample draws from each sampler.
-        proved: samples of this dataset have been counted. If not, `draws` comes from a state.
     """
 
     request = DrivenRequest
 
-    def __init__(
-        self,
-        driven: Driven,
-        collate: Callable[[Any], Any],
-        single: bool,
-        streams: bool,
-        draws: tuple[int, ...] = (),
-        proved: bool = False,
-    ) -> None:
-        self.dataset = driven.dataset
-        self._driven, self._collate, self._single, self.draws, self._proved = driven, collate, single, draws, proved
+    def __init__(self, driven: SamplerDriven, collate: Callable[[Any], Any], single: bool, streams: bool) -> None:
+        self.dataset, self._paths = driven.dataset, list(driven.orders)
+        self._collate, self._single = collate, single
         self._plain_collate = draws_nothing(collate)
-        self._streams = Streams(driven.dataset, collate) if streams else None
+        self._streams = Streams(self.dataset, collate) if streams else None
+        self._counted = False  # draws, in this dataset. If not, those of a request come from a state
         self._opened: tuple[int, int, int] | None = None  # session, seed, epoch
+        self._pass: Any = None
         self._source = Units(iter(()))
-        self._iterator: Iterator[Any] | None = None
-        self._samplers: list[_Driven] = []
-        self._first: list[Any] = []  # the epoch's first sample, if `count` has read it and it has not been handed out
+        self._sample_key = 0
+
+    def count(self, driven: SamplerDriven, seed: int) -> tuple[tuple[int, ...], str]:
+        """Read the first sample of epoch 0, and drop it.
+
+        It is always epoch 0, so that every process that resumes comes to the same result.
+
+        Returns:
+            The indices that it draws from each sampler, and why no sample can be jumped to; empty if they can.
+        """
+        with self._streams or Streams(self.dataset) as start:  # of the caller's generators, nothing is consumed
+            start(derive_key(Purpose.OPENING, seed, 0))
+            source = driven.whole(seed, 0)
+            start(derive_key(Purpose.SAMPLE, seed, 0, 0))
+            try:
+                next(source.iterator)  # leaves nothing in the dataset
+            except StopIteration:
+                return (), "it is empty"
+        self._counted, draws = True, tuple(sampler.drawn for sampler in source.samplers)
+        if not any(draws):
+            return draws, "it does not use the samplers that it exposes"
+        return draws, "it begins a sampler again" if any(each.passes > 1 for each in source.samplers) else ""
 
     def __call__(self, request: DrivenRequest) -> Any:
         """The batch.
 
         Raises:
-            SourceError: a sample deviates from those before it, or the source does not end with its samplers.
+            DeviationError: a sample deviates from those before it, or the source does not end with its samplers.
         """
         try:
             if self._opened != request[:3]:
-                self._begin(request)
-            return self._batch(request)
-        except BaseException:
+                self._open(request)
+            batch = self._read(request)
+            if self._streams is not None and self._streams.made_late(self._pass.iterator):
+                batch = self._read(request)  # by a jump back, with the generators that the iterator has made
+            if request.rest is not None:
+                self._finish(request, request.rest)
+            if not request.units:
+                raise StopIteration
+            return batch
+        except BaseException as error:
             self._opened = None  # a generator cannot continue after an exception
+            if isinstance(error, _Deviation):
+                raise self._error(request, str(error)) from None
             raise
-        finally:
-            self._driven.leave()
-
-    def count(self, seed: int) -> str:
-        """Read the first sample of epoch 0, and keep it for a pass that begins there. Sets `draws`.
-
-        It is always epoch 0, so that every process that resumes comes to the same result.
-
-        Returns:
-            Why no sample can be jumped to; empty if it draws from a sampler.
-        """
-        request = DrivenRequest(_COUNTING, seed, 0, 0, 0, 0, False, False)
-        try:
-            self._begin(request)
-            with self._under() as start:
-                _put(start, request, 0)
-                self._first = [self._source.next()]
-        except StopIteration:
-            return "it is empty"
-        except BaseException:
-            self._opened = None
-            raise
-        self.draws, self._proved = tuple(sampler.position for sampler in self._samplers), True
-        if not any(self.draws):
-            return "it does not use the samplers that it exposes"
-        return "it begins a sampler again" if any(sampler.passes > 1 for sampler in self._samplers) else ""
-
-    def _under(self) -> contextlib.AbstractContextManager[Callable[[int], None] | None]:
-        return contextlib.nullcontext() if self._streams is None else self._streams
-
-    def goes_on(self) -> bool:
-        """Whether there may be batches after those that the samplers suffice for."""
-        return False
-
-    def _begin(self, request: DrivenRequest) -> None:
-        counted = self._opened == (_COUNTING, request.seed, request.epoch) and self._driven.is_current
-        if counted and not request.start:
-            self._opened = request[:3]
-            return
-        with self._under() as start:
-            if start is not None:
-                start(derive_key(Purpose.OPENING, request.seed, request.epoch))
-            self._open(request)
-        if self._streams is not None:
-            self._streams.begin_pass(self._iterator)
 
     def _open(self, request: DrivenRequest) -> None:
-        self._iterator, self._samplers = self._driven.open(request.seed, request.epoch, request.sent)
-        self._source = Units(self._iterator)
-        self._opened = request[:3]
-        self._first = []
+        samplers = exposed_samplers(self.dataset)
+        with self._under() as start:
+            start(derive_key(Purpose.OPENING, request.seed, request.epoch))
+            self._pass = _Pass(self.dataset, {path: _StandIn(samplers[path]) for path in self._paths})
+        if self._streams is not None:
+            self._streams.begin_pass(self._pass.iterator)
+        self._source, self._opened = Units(self._pass), request[:3]
+        self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
 
-    def _batch(self, request: DrivenRequest) -> Any:
+    def _under(self) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+        """A context in which a stream begins with each key that is given."""
+        return contextlib.nullcontext(_keep) if self._streams is None else self._streams
+
+    def _read(self, request: DrivenRequest) -> Any:
+        """The batch; None if there is no sample in it."""
+        first, stop = request.start - request.before, request.start + request.units
         with self._under() as start:
-            samples = self._samples(request, start)
-        # If the iterator made a generator while it read, the batch is read again, after a jump back.
-        if self._streams is not None and self._streams.made_late(self._iterator) and self._jumps:
-            self._first = []
-            with self._under() as start:
-                samples = self._samples(request, start)
-        if request.last:
-            with self._under() as start:
-                self._finish(request, samples, start)
-        if not samples:
-            raise StopIteration
-        argument = samples[0] if self._single else samples
-        if self._plain_collate:
-            return self._collate(argument)
-        with self._under() as start:
-            if start is not None:
+            self._jump(request.parts)
+            samples = [self._sample(request, first, position, start) for position in range(first, stop)]
+            del samples[: request.before]
+            if not samples:
+                return None
+            if not self._plain_collate:
                 start(derive_key(Purpose.BATCH, request.seed, request.epoch, request.start))
-            return self._collate(argument)
+            return self._collate(samples[0] if self._single else samples)
 
-    @property
-    def _jumps(self) -> bool:
-        return True
-
-    def _samples(self, request: DrivenRequest, start: Callable[[int], None] | None) -> list[Any]:
-        """Those of a request, in order."""
-        try:
-            if request.resumes:
-                self._sample(request, -1, start)
-            return [self._sample(request, number, start) for number in range(request.units)]
-        except _Deviation as deviation:
-            raise self._divided(deviation.why) from None
-
-    def _finish(self, request: DrivenRequest, samples: list[Any], start: Callable[[int], None] | None) -> None:
+    def _finish(self, request: DrivenRequest, rest: tuple[Part, ...]) -> None:
         """Ask the source for one more, before the last batch of its epoch is handed out."""
-        self._jump(request.size)
-        self._opened = None  # it has ended
+        first = request.size - request.after
+        with self._under() as start:
+            self._jump(rest)
+            for position in range(first, request.size):
+                self._sample(request, first, position, start)
+            self._opened = None  # it has ended
+            start(extend_key(self._sample_key, request.size))
+            with contextlib.suppress(StopIteration):
+                self._source.next()
+                raise _Deviation("gave a sample after the last index of its samplers")
+
+    def _jump(self, parts: tuple[Part, ...]) -> None:
+        for sampler, (indices, end) in zip(self._pass.samplers, parts, strict=True):
+            sampler.put(_each(indices, end))
+
+    def _sample(self, request: DrivenRequest, first: int, position: int, start: Callable[[int], None]) -> Any:
+        """The next sample, which must draw as many indices as those before it; the jump led to the one at `first`."""
+        start(extend_key(self._sample_key, position % request.size))
         try:
-            self._one_more(request, start)
-        except _Deviation as deviation:
-            raise self._divided(deviation.why) from None
-
-    def _jump(self, position: int) -> None:
-        for sampler, count in zip(self._samplers, self.draws, strict=True):
-            sampler.position = position * count
-
-    def _sample(self, request: DrivenRequest, number: int, start: Callable[[int], None] | None) -> Any:
-        """One sample of a request, after a jump to it."""
-        position = (request.start + number) % request.size
-        if self._first and not position:
-            return self._first.pop()
-        _put(start, request, position)
-        self._jump(position)
-        if request.sent is not None:
-            for sampler, count, sent in zip(self._samplers, self.draws, request.sent, strict=True):
-                if sent is not None:
-                    sampler.put(position * count, sent.indices[number])
-        return self._counted(position, request.size)
-
-    def _counted(self, position: int, size: int) -> Any:
-        """The sample that follows, if it draws as many indices as those before it."""
-        samplers = self._samplers
-        try:
-            items: tuple[Any, ...] = (self._source.next(),)
+            sample = self._source.next()
         except StopIteration:
-            if not any(sampler.exceeded for sampler in samplers):
-                raise _Deviation(f"ended after {position} samples, and its samplers are enough for {size}") from None
-            items = ()
-        for sampler, count in zip(samplers, self.draws, strict=True):
-            if sampler.position != (position + 1) * count or sampler.passes > 1 or not items:
-                drawn = f"{sampler.position - position * count}" if items else f"more than {count}"
-                if not self._proved:  # of a resumed pass, this is the sample before the state's position
-                    raise SourceError(
-                        f"{type(self.dataset).__name__} drew {drawn} indices from a sampler for sample {position}, but "
-                        f"the state was saved with {count} per sample: restore the dataset that it was saved with, or "
-                        "start over"
-                    )
-                drew = f"drew {drawn} indices from a sampler for sample {position}, and {count} for each one before"
-                raise _Deviation("began a sampler again" if sampler.passes > 1 else drew, *items)
-        self._proved = True
-        return items[0]
+            why = f"ended after {position} samples, and its samplers are enough for {request.size}"
+            raise _Deviation(why) from None
+        for sampler, count in zip(self._pass.samplers, request.draws, strict=True):
+            drawn = sampler.drawn - (position - first) * count
+            if drawn != count:
+                each = f"{count} for each one before"
+                raise _Deviation(f"drew {drawn} indices from a sampler for sample {position}, and {each}")
+        self._counted = True
+        return sample
 
-    def _one_more(self, request: DrivenRequest, start: Callable[[int], None] | None) -> None:
-        _put(start, request, request.size)
-        try:
-            item = self._source.next()
-        except StopIteration:
-            return
-        raise _Deviation("gave a sample after the last index of its samplers", item)
-
-    def _divided(self, why: str) -> SourceError:
-        worker = get_worker_info()
-        return SourceError(
-            f"{type(self.dataset).__name__} {why}{'' if worker is None else f' (in worker {worker.id})'}, but its "
-            "indices are divided among ranks or workers: pass shard=True, with which every process reads all of it and "
-            "keeps its part, or shard=False if it divides itself"
+    def _error(self, request: DrivenRequest, why: str) -> SourceError:
+        name = type(self.dataset).__name__
+        if not self._counted:  # of a resumed pass, this is the sample before the state's position
+            draws = ", ".join(map(str, request.draws))
+            return SourceError(
+                f"{name} {why}, but the state was saved with {draws} per sample: restore the dataset that it was saved "
+                "with, or start over"
+            )
+        error = DeviationError(
+            f"{name} {why}, but its indices are divided among ranks or workers: pass shard=True, with which every "
+            "process reads all of it and keeps its part, or shard=False if it divides itself"
         )
+        error.why, error.start = why, request.start
+        return error
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process opens its own.
-        own: dict[str, Any] = {"_opened": None, "_iterator": None, "_samplers": [], "_first": []}
-        return {**self.__dict__, **own, "_source": Units(iter(()))}
+        return {**self.__dict__, "_opened": None, "_pass": None, "_source": Units(iter(()))}
 
 
-class AloneReader(DrivenReader):
-    """The same where one process reads the whole epoch, itself: it goes on after a deviation, without jumps.
-
-    Args:
-        batch_size: samples in a batch.
-        drop_last: leave out a last batch that is not full.
-        tell: called with the reason when a sample deviates, before the sample is handed out.
-        arguments: of a `DrivenReader`.
-
-    Attributes:
-        varies: a sample of this pass has deviated.
-        missing: samples by which its last batch was short.
-    """
-
-    def __init__(self, batch_size: int, drop_last: bool, tell: Callable[[str], None], *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._batch_size, self._drop_last, self._tell = batch_size, drop_last, tell
-        self.varies, self.missing = False, 0
-        self._jumped = False  # this pass began within its epoch
-        self._read = 0  # samples of the epoch before the one that comes next
-        self._held: list[Any] = []  # samples that were read and not handed out
-
-    def _open(self, request: DrivenRequest) -> None:
-        super()._open(request)
-        self.varies, self.missing, self._held = False, 0, []
-        self._jumped, self._read = request.start > 0, request.start
-
-    def goes_on(self) -> bool:
-        """After a deviation."""
-        return self.varies
-
-    @property
-    def _jumps(self) -> bool:
-        return not self.varies
-
-    def _samples(self, request: DrivenRequest, start: Callable[[int], None] | None) -> list[Any]:
-        """Those of a request; after a deviation, a full batch of what follows. StopIteration if there is none."""
-        samples: list[Any] = []
-        if request.resumes and not self.varies:
-            self._sample(request, -1, start)
-        for number in range(0 if self.varies else request.units):
-            self._read = request.start + number
-            try:
-                samples.append(self._sample(request, number, start))
-            except _Deviation as deviation:
-                self._deviate(request, deviation, start)
-                break
-            self._read += 1
-        if self.varies:
-            self._fill(request, samples, start)
-        return samples
-
-    def _finish(self, request: DrivenRequest, samples: list[Any], start: Callable[[int], None] | None) -> None:
-        """Ask for one more; with `drop_last`, after the samples that no batch is made of."""
-        if self.varies:
-            return
-        left_out: list[Any] = []
-        try:
-            for number in range(request.units, request.size - request.start):
-                left_out.append(self._sample(request, number, start))
-                self._read += 1
-            self._one_more(request, start)
-        except _Deviation as deviation:
-            self._deviate(request, deviation, start)
-            self._held = left_out + self._held
-            self._fill(request, samples, start)
-
-    def _deviate(self, request: DrivenRequest, deviation: _Deviation, start: Callable[[int], None] | None) -> None:
-        """Go on without jumps. A pass that has jumped is read again from its start up to here."""
-        if self._jumped:
-            read = self._read
-            if start is not None:
-                start(derive_key(Purpose.OPENING, request.seed, request.epoch))
-            self._open(request)
-            self._read = 0
-            for _ in range(read):
-                if not self._next(request, start):
-                    raise SourceError(
-                        f"{type(self.dataset).__name__} ended after {self._read} samples, and gave {read} before: it "
-                        "does not repeat itself; seed it, or start over with this data"
-                    )
-                self._held.clear()
-            self._jumped = False
-        else:
-            self._held.extend(deviation.items)
-            self._read += len(deviation.items)
-        self.varies = True
-        self._tell(deviation.why)
-
-    def _next(self, request: DrivenRequest, start: Callable[[int], None] | None) -> bool:
-        """Read one more sample, wherever the samplers are. False at the end."""
-        _put(start, request, self._read)
-        try:
-            self._held.append(self._source.next())
-        except StopIteration:
-            return False
-        self._read += 1
-        return True
-
-    def _fill(self, request: DrivenRequest, samples: list[Any], start: Callable[[int], None] | None) -> None:
-        """Let `samples` be a full batch, as far as the source goes."""
-        while len(samples) < self._batch_size and (self._held or self._next(request, start)):
-            samples.append(self._held.pop(0))
-        self.missing = self._batch_size - len(samples)
-        if not samples or (self._drop_last and self.missing):
-            raise StopIteration
-
-
-def _put(start: Callable[[int], None] | None, request: DrivenRequest, position: int) -> None:
-    """Begin the random stream of a sample."""
-    if start is not None:
-        start(extend_key(derive_key(Purpose.SAMPLE, request.seed, request.epoch), position))
+def _keep(key: int) -> None:
+    """Leave the caller's generators as they are."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -12,7 +13,6 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from ..attributes import directly_held
 from ..errors import (
-    SourceError,
     StateCorruptError,
     StateMismatchError,
     UnsupportedSourceError,
@@ -28,25 +28,25 @@ from ..sharding import check_sharding
 from ..trying import Finding
 from ..world import World
 from .collating import keeps_nothing
-from .driven import AloneReader, Driven, DrivenReader, driven_requests, exposed_samplers
+from .driven import DeviationError, DrivenReader, SamplerDriven, driven_requests, exposed_samplers
 from .indexed import unchanged
-from .private import sent_error
-from .replay import Chain, End, Found, Open, Replayed, ReplayReader, ReplayRequest
-from .units import Units
+from .replay import Open, Replayed, ReplayReader, ReplayRequest
+from .replay_sessions import OwnStreamsSession, SharedStreamSession
 from .workers import Server
 
 __all__ = ["IterableAdapter", "IterableLoaderAdapter"]
 
 _DRIVEN_DETAIL = re.compile(r"draws=(\d{1,6}(?:,\d{1,6})*)(?:;crc=([0-9a-f]{8}))?")
 _VARIES = "varies;workers=0;chain="
-_REPLAY_DETAIL = re.compile(r"(varies;)?workers=(\d{1,6});chain=([0-9a-f]{8})?")
+_REPLAY_DETAIL = re.compile(r"(?:varies;)?workers=(\d{1,6});chain=([0-9a-f]{8})?")
 
 
 class IterableAdapter(Adapter):
     """The common part of adapters for `IterableDataset`s, re-iterable objects and generator functions.
 
     If the source exposes samplers and each sample draws a constant number from them, midepoch drives these samplers.
-    Otherwise it replays the source. With ``shard=False`` each process reads its own stream, in units of batches.
+    Otherwise it replays the source, with the samplers' orders if there are any. With ``shard=False`` each process reads
+    its own stream, in units of batches.
 
     Args:
         source: the object given to `wrap`.
@@ -83,7 +83,8 @@ class IterableAdapter(Adapter):
             1 if self._own_streams or batch_size is None else batch_size,
             drop_last,
         )
-        self._readers: dict[str, Any] = {}
+        self._reader: DrivenReader | None = None
+        self._replayer: ReplayReader | None = None
         self._may_drive = options.shard is None and not why
         self._why = ""
         self._interpret()
@@ -91,11 +92,11 @@ class IterableAdapter(Adapter):
         if options.shard is not None and not why and exposed_samplers(stream):
             self._why = f"shard={options.shard} was stated"
         self._warned = False
+        self._tries = options.streams and options.verify != "off"  # with the next batch that is replayed
         # Why two passes are not compared; empty if they have been.
-        self._untried = "randomness='none'" if not options.streams else "verify='off'"
-        self._tries = options.streams and options.verify != "off"  # with the next batch that is read
-        if self._tries:
-            self._untried = "that happens when reading begins"
+        self._untried = "that happens when reading begins" if self._tries else "verify='off'"
+        if not options.streams:
+            self._untried = "randomness='none'"
         if workers > 1 and self._driven is None:
             self._require_shard(f"{workers} worker processes")
 
@@ -103,14 +104,13 @@ class IterableAdapter(Adapter):
         """Learn what the exposed samplers stand for."""
         stream = self._stream
         samplers = exposed_samplers(stream) if self._may_drive else {}
-        self._exposes, self._held = bool(samplers), _held_by(samplers)
+        self._held = _held_by(samplers)
         specs = {path: interpret_sampler(each) for path, each in samplers.items()}
-        self._driven = Driven(stream, {path: each.order for path, each in specs.items()}) if specs else None
+        self._driven = SamplerDriven(stream, {path: each.order for path, each in specs.items()}) if specs else None
         self._draws: tuple[int, ...] | None = None
-        self._counted = False  # by reading, not by a state
-        self._varies = False  # a sample has deviated: from then on the source is replayed, with our samplers
+        self._varies = False  # its samples do not follow from the samplers' positions, so it is replayed
         self._why = "its draws have not been counted yet" if specs else "it exposes no samplers"
-        self._readers.clear()
+        self._reader = self._replayer = None
         for path, each in specs.items():
             check_sharding(samplers[path], each.sharding)
             self._adopt(each)
@@ -120,7 +120,7 @@ class IterableAdapter(Adapter):
         collate = getattr(self.source, "collate_fn", None) if self._reads_a_dataloader else self._collate
         if collate is not self._collate:
             self._collate = collate
-            self._readers.clear()
+            self._reader = self._replayer = None
             self.close()  # workers that are kept have the other one
             self.learned()
         if self._may_drive and _held_by(exposed_samplers(self._stream)) != self._held:
@@ -155,45 +155,34 @@ class IterableAdapter(Adapter):
 
     # --- what it is ---
 
-    def _drive(self, seed: int) -> tuple[int, ...] | None:
-        """The draws of one sample from each sampler; None if the source has to be replayed."""
-        driven = self._driven
-        if driven is None or self._counted or self._draws is not None:
-            return self._draws
-        reader = self._alone(driven)
-        self._why = reader.count(seed)
-        size = 0 if self._why else driven.size(reader.draws, seed, 0)
-        if not self._why and (stated := length_of(driven.dataset)) not in (None, size):
-            self._why = f"its len() is {stated}, but its samplers are enough for {size} samples"
-        self._counted = True
-        self.learned()
-        if not self._why:
-            self._draws = reader.draws
-            return self._draws
-        self._driven = None
-        self._readers.clear()
-        if self._workers > 1:
-            self._require_shard(f"{self._workers} worker processes")
-        return None
+    def _drive(self, driven: SamplerDriven, seed: int, detail: str = "") -> tuple[int, ...] | None:
+        """The draws of one sample from each sampler; None if the source has to be replayed.
 
-    def _draws_for(self, seed: int, detail: str) -> tuple[int, ...] | None:
-        """The same, taken from a state's detail if possible, so that nothing has to be read."""
-        if self._driven is None or detail.startswith("varies"):
-            return None
+        They are taken from a state's detail if possible, so that nothing has to be read.
+        """
         if match := _DRIVEN_DETAIL.fullmatch(detail):
-            # Also of a place before the sample that has deviated. What is impossible is refused by `check_detail`.
+            # Also of a place before a sample that has deviated. What is impossible is refused by `check_detail`.
             saved = tuple(map(int, match[1].split(",")))
-            if len(saved) == len(self._driven.orders) and any(saved):
+            if len(saved) == len(driven.orders) and any(saved):
                 return saved
-        return None if self._varies else self._drive(seed)
+        if self._varies or detail.startswith("varies"):
+            return None
+        if self._draws is None:
+            draws, self._why = self._driven_reader(driven).count(driven, seed)
+            size = 0 if self._why else driven.size(draws, seed, 0)
+            if not self._why and (stated := length_of(driven.dataset)) not in (None, size):
+                self._why = f"its len() is {stated}, but its samplers are enough for {size} samples"
+            self._varies = bool(self._why)
+            self._draws = None if self._varies else draws
+            self.learned()
+        return self._draws
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
         """The samples that the samplers suffice for. For a replay, the length of the stream, if all ranks share it."""
-        draws = self._draws_for(seed, detail)
-        if draws is not None and self._driven is not None:
-            return self._driven.size(draws, seed, epoch) if self._driven.ends(draws) else None
-        varies = detail.startswith("varies") or (self._varies and not detail)
-        return None if self._own_streams or varies else length_of(self._stream)
+        if self._driven is not None:
+            draws = self._drive(self._driven, seed, detail)
+            return self._driven.size(draws, seed, epoch) if draws and self._driven.ends(draws) else None
+        return None if self._own_streams else length_of(self._stream)
 
     def prepare(self, seed: int, epoch: int) -> None:
         """The same, and let the samplers whose order is not computed give their lists."""
@@ -206,12 +195,12 @@ class IterableAdapter(Adapter):
     def expect(self, seed: int, epoch: int) -> None:
         """List copies of the samplers, if only a list tells how many there are."""
         driven = self._driven
-        if driven is not None and driven.lists and self._drive(seed) is not None:
-            driven.listed(seed, epoch)
+        if driven is not None and driven.lists and self._drive(driven, seed) is not None:
+            driven.crc(seed, epoch)
 
     def stated_length(self) -> int | None:
-        """As the source says that divides itself."""
-        return length_of(self.source) if self._own_streams else None
+        """As the source says that divides itself, or whose samplers do not tell."""
+        return length_of(self.source) if self._own_streams or self._varies else None
 
     def describe(self) -> dict[str, str]:
         """The samplers' orders, or whose stream it is."""
@@ -272,7 +261,7 @@ class IterableAdapter(Adapter):
                 )
             return
         driven, replayed = _DRIVEN_DETAIL.fullmatch(detail), _REPLAY_DETAIL.fullmatch(detail)
-        if driven and self._driven is not None:
+        if self._driven is not None and driven:
             saved = tuple(map(int, driven[1].split(",")))
             lengths = self._driven.lengths(seed, epoch)
             if len(saved) != len(lengths) or not any(saved) or any(d > n for d, n in zip(saved, lengths, strict=True)):
@@ -287,26 +276,21 @@ class IterableAdapter(Adapter):
             if position:
                 self._check_lists(self._driven, driven[2] or "", seed, epoch)
             return
-        if not replayed or (replayed[1] and not self._exposes):
+        if not replayed or detail.startswith("varies") == (self._driven is None):
             raise StateCorruptError(f"the state's detail {detail!r} is not one of this source: use an undamaged state")
-        if not replayed[1] and self._drive(seed) is not None:
+        if int(replayed[1]) != self._workers:
             raise StateMismatchError(
-                f"the way of reading differs: the state was saved by a replay, this source can jump ({self._why}); "
-                "restore the dataset that the state was saved with, or start over with this data"
-            )
-        if int(replayed[2]) != self._workers:
-            raise StateMismatchError(
-                f"num_workers differs: the state was saved with {replayed[2]}, this loader has {self._workers}; a "
+                f"num_workers differs: the state was saved with {replayed[1]}, this loader has {self._workers}; a "
                 "replayed source can continue only with the same number: restore num_workers for the rest of this "
                 "epoch"
             )
-        if replayed[1] and world.world_size > 1:
+        if self._driven is not None and world.world_size > 1:
             raise StateMismatchError(
                 "the world size differs: samples of this epoch draw different numbers, so only 1 process can continue "
                 f"it, and the world has {world.world_size}: run 1 process for the rest of this epoch"
             )
 
-    def _check_lists(self, driven: Driven, saved: str, seed: int, epoch: int) -> None:
+    def _check_lists(self, driven: SamplerDriven, saved: str, seed: int, epoch: int) -> None:
         if (crc := driven.crc(seed, epoch)) != saved:
             raise StateMismatchError(
                 f"the list of epoch {epoch} differs: the state was saved with crc={saved}, the samplers of "
@@ -327,64 +311,49 @@ class IterableAdapter(Adapter):
 
     def open(self, run: Run) -> Session:
         """A driven session, or a replay."""
-        draws = self._draws_for(run.seed, run.detail)
-        if draws is not None and self._driven is not None:
+        if self._driven is not None and (draws := self._drive(self._driven, run.seed, run.detail)) is not None:
             self._draws = draws
             return self._open_driven(run, self._driven, draws)
         if run.world.world_size > 1:
             self._require_shard(f"{run.world.world_size} ranks")
-        if self._workers > 1:
-            self._require_shard(f"{self._workers} worker processes")
+        if self._workers > (self._driven is None):
+            self._require_shard("worker processes")
         return self._open_replay(run)
 
-    def _arguments(self, driven: Driven) -> tuple[Any, ...]:
-        single, collate = self._samples_in_batch is None, self._collate or _as_it_is
-        return driven, collate, single, self.options.streams, self._draws or (), self._counted
-
-    def _alone(self, driven: Driven) -> AloneReader:
-        """The reader of all samples in this process, which counts the draws, too."""
-        reader = self._readers.get("alone")
-        if reader is None or reader.varies:
-            arguments = self._samples_in_batch or 1, self.facts.drop_last, self._deviated, *self._arguments(driven)
-            reader = self._readers["alone"] = AloneReader(*arguments)
-        return reader
-
-    def _open_driven(self, run: Run, driven: Driven, draws: tuple[int, ...]) -> Session:
+    def _open_driven(self, run: Run, driven: SamplerDriven, draws: tuple[int, ...]) -> Session:
         if run.share is None:
             run = replace(run, share=self._share_of(MAXIMUM_SIZE, run.position, run.world))
         if self._collate is not None and not keeps_nothing(self._collate):
             why = "the collate function was not tried: the source is read through its samplers"
             self.note(Finding(untried=why))
-        reader: DrivenReader
-        if run.world.world_size == 1 and not self._workers:
-            reader = self._alone(driven)
-        else:
-            self._readers.pop("alone", None)
-            reader = self._readers.setdefault("divided", DrivenReader(*self._arguments(driven)))
-        reader.draws = draws
         if run.position and (saved := _DRIVEN_DETAIL.fullmatch(run.detail)):
             self._check_lists(driven, saved[2] or "", run.seed, run.epoch)  # they may have changed since the load
         check = unchanged(self._stream, length_of(self._stream))
-        lists = driven.listed(run.seed, run.epoch) if self._workers else ()
-        requests = driven_requests(run, check, draws, lists, max(self._workers, 1), reader.goes_on)
-        answers, close = self.serve(reader, requests, run)
-        detail = self._detail(draws, run.seed, run.epoch)
-        if isinstance(reader, AloneReader):
-            return _AloneSession(answers, close, detail, reader)
-        return _DrivenSession(answers, close, detail)
+        requests = driven_requests(run, check, driven, draws, max(self._workers, 1))
+        answers, close = self.serve(self._driven_reader(driven), requests, run)
+        alone = run.world.world_size == 1 and not self._workers
+        take_over = functools.partial(self._take_over, run) if alone else None
+        return _DrivenSession(answers, close, self._detail(draws, run.seed, run.epoch), take_over)
 
-    def _deviated(self, why: str) -> None:
-        """A sample of a driven session has deviated: from here on, the source is replayed."""
+    def _driven_reader(self, driven: SamplerDriven) -> DrivenReader:
+        if self._reader is None:
+            collate, single = self._collate or _as_it_is, self._samples_in_batch is None
+            self._reader = DrivenReader(driven, collate, single, self.options.streams)
+        return self._reader
+
+    def _take_over(self, run: Run, deviation: DeviationError) -> Session:
+        """A replay that goes on where a sample has deviated, as all later ones and those of later epochs do."""
         if not self._varies:
             warn(
-                f"{_name(self._stream)} {why}: from here on, a resume reads the epoch again from its start. To resume "
-                "at once, let each sample draw as many indices, and let the source end with its samplers"
+                f"{_name(self._stream)} {deviation.why}: the epoch was read again from its start up to here, and from "
+                "here on, a resume reads the epoch again from its start. To resume at once, let each sample draw as "
+                "many indices, and let the source end with its samplers"
             )
-        self._varies, self._why = True, f"it {why}"
+        self._varies, self._why, self._warned = True, f"it {deviation.why}", True
         self.learned()
+        return self._open_replay(replace(run, position=deviation.start, share=None, detail=_VARIES))
 
     def _open_replay(self, run: Run) -> Session:
-        varies = self._varies or run.detail.startswith("varies")
         if not self._warned and run.position > 0:
             instead = "" if "then=" in self._why else self._instead("to jump")
             warn(
@@ -392,12 +361,10 @@ class IterableAdapter(Adapter):
                 f"loader.capabilities.constant_time_resume says what that costs{instead}",
             )
             self._warned = True
-        key = "varying" if varies else "replay"
-        reader = self._readers.get(key)
-        if reader is None:
-            reader = self._readers[key] = ReplayReader(
+        if self._replayer is None:
+            self._replayer = ReplayReader(
                 self._stream,
-                _OpenDriven(self._driven) if varies and self._driven is not None else Open(self._stream),
+                Open(self._stream) if self._driven is None else self._driven.whole,
                 self._samples_in_batch or 1,
                 self._collate,
                 self._samples_in_batch is None,
@@ -406,43 +373,37 @@ class IterableAdapter(Adapter):
                 self.options.streams,
             )
         match = _REPLAY_DETAIL.fullmatch(run.detail)
-        expected = (match[3] or "") if match else ""
-        requests = self._replay_requests(run, expected, self._tries and not varies)
+        expected = (match[2] or "") if match else ""
         tell = getattr(self._stream, "set_epoch", None)
         if self._workers and callable(tell) and not getattr(self.source, "persistent_workers", False):
             tell(run.epoch)  # worker processes start with the stream as it is now
-        answers, close = self.serve(reader, requests, run)
-        slots = max(self._workers, 1)
-        if self._own_streams:
-            consumed = run.position // run.world.world_size
-            told = run.world.world_size == 1
-            learn = self._learn
-            return _OwnStreamsSession(answers, close, learn, slots, consumed, expected, varies, told, self._workers)
-        return _SharedStreamSession(answers, close, self._learn, varies, self._workers)
+        answers, close = self.serve(self._replayer, self._replay_requests(run, expected), run)
+        prefix = _VARIES if self._driven is not None else f"workers={self._workers};chain="
+        if not self._own_streams:
+            return SharedStreamSession(answers, close, self._learn, prefix)
+        readers, world_size = max(self._workers, 1), run.world.world_size
+        consumed = run.position // world_size
+        return OwnStreamsSession(answers, close, self._learn, prefix, readers, consumed, expected, world_size == 1)
 
-    def _learn(self, found: Found) -> None:
-        """Take over what a reader has found out about the source."""
-        for finding in found.others:
+    def _learn(self, answer: Replayed) -> None:
+        """Take over what a reader has found out about the source by a session's first batch."""
+        for finding in answer.findings:
             self.note(finding)
-        if found.passes is not None:
-            self._tries, self._untried = False, found.passes.untried
+        if (passes := answer.passes) is not None:
+            self._tries, self._untried = False, passes.untried
             why = f"two passes over {_name(self._stream)} under the same random numbers differ in their first unit"
-            self.note(Finding(why if found.passes.differs else "", True, _REPEAT, unseen=found.passes.unseen))
+            self.note(Finding(why if passes.differs else "", True, _REPEAT, unseen=passes.unseen))
 
-    def _replay_requests(self, run: Run, expected: str, tries: bool) -> Iterator[ReplayRequest]:
-        consumed = run.position // run.world.world_size if self._own_streams else run.position
-        size = None if run.share is None else run.share.size
+    def _replay_requests(self, run: Run, expected: str) -> Iterator[ReplayRequest]:
+        consumed = run.position // run.world.world_size if self._own_streams else 0
         request = ReplayRequest(
-            run.session, run.seed, run.epoch, 0 if self._own_streams else consumed, 0, expected, run.world.rank,
-            run.world.world_size, run.tail, size, False,
+            run.session, run.seed, run.epoch, 0 if self._own_streams else run.position, 0, expected, run.world.rank,
+            run.world.world_size, run.tail, None if run.share is None else run.share.size,
         )  # fmt: skip
-        request = request._replace(tries=tries)
-        steps = itertools.count() if run.share is None else range(run.share.steps)
         check = unchanged(self._stream, length_of(self._stream))
-        for step in steps:
+        for step in itertools.count() if run.share is None else range(run.share.steps):
             check()
-            yield request._replace(step=step, skip=self._own_streams and step < consumed)
-            tries = False
+            yield request._replace(step=step, skip=step < consumed, tries=self._tries and not step)
 
 
 def _held_by(samplers: dict[Any, Any]) -> list[Any]:
@@ -516,194 +477,55 @@ class IterableLoaderAdapter(IterableAdapter):
         self._server.close()
 
 
-class _OpenDriven:
-    """Returns a new iterator over a source with our samplers. A class, so that it can be sent to worker processes."""
-
-    def __init__(self, driven: Driven) -> None:
-        self._driven = driven
-
-    def __call__(self, seed: int, epoch: int) -> Iterator[Any]:
-        return self._left(Units(self._driven.open(seed, epoch)[0]))
-
-    def _left(self, source: Units) -> Iterator[Any]:
-        try:
-            while True:
-                sample = source.next()
-                self._driven.leave()
-                yield sample
-        except StopIteration:
-            self._driven.leave()
-
-
 class _DrivenSession(Session):
-    def __init__(self, answers: Iterator[Any], close: Callable[[], None], detail: str) -> None:
-        self.take = answers.__next__
+    """Batches that are jumped to. Where one process reads all of them, a replay takes over at a deviation."""
+
+    def __init__(
+        self,
+        answers: Iterator[Any],
+        close: Callable[[], None],
+        detail: str,
+        take_over: Callable[[DeviationError], Session] | None,
+    ) -> None:
         self._close, self._detail = close, detail
-
-    def detail(self, bookmark: Any) -> str:
-        """The draws of a sample, and the CRC of the lists."""
-        return self._detail
-
-    def close(self) -> None:
-        self.take = iter(()).__next__
-        self._close()
-
-
-class _AloneSession(_DrivenSession):
-    """A session whose bookmark is whether a sample has deviated."""
-
-    bookmarks = True
-
-    def __init__(self, answers: Iterator[Any], close: Callable[[], None], detail: str, reader: AloneReader) -> None:
-        super().__init__(answers, close, detail)
-        self._reader, self._next, self.take = reader, answers.__next__, self._take
+        self._replay: Session | None = None
+        self._next, self._take_over = answers.__next__, take_over
+        self.bookmarks = take_over is not None
+        self.take = self._next if take_over is None else self._take
 
     def _take(self) -> Any:
         try:
             return self._next()
-        except StopIteration:
-            self._next = iter(()).__next__  # asked again, as `peek` may, the reader would begin anew
-            raise
+        except DeviationError as deviation:
+            assert self._take_over is not None  # else this is not `take`
+            self._replay = self._take_over(deviation)
+        self._next = self._replay.take
+        return self._next()
 
     @property
     def varies(self) -> bool:
-        """Whether some sample drew another number of indices."""
-        return self._reader.varies
+        """Whether a replay has taken over."""
+        return self._replay is not None
 
     @property
     def position_correction(self) -> int:  # type: ignore[override]
-        """Samples by which the last batch was short."""
-        return -self._reader.missing
+        """That of the replay."""
+        return 0 if self._replay is None else self._replay.position_correction
 
-    def bookmark(self) -> bool:
-        """Whether a sample has deviated."""
-        return self._reader.varies
+    def bookmark(self) -> Any:
+        """That of the replay."""
+        return None if self._replay is None else self._replay.bookmark()
 
-    def detail(self, bookmark: bool | None) -> str:
-        """That the epoch can only be replayed from now on, or what leads to a jump."""
-        return _VARIES if bookmark else self._detail
+    def detail(self, bookmark: Any) -> str:
+        """The draws of a sample, and the CRC of the lists; that of the replay, once it has taken over."""
+        return self._detail if bookmark is None or self._replay is None else self._replay.detail(bookmark)
 
     def next_epoch_detail(self) -> str:
-        """The same, for the next epoch's beginning."""
-        return _VARIES if self._reader.varies else ""
-
-
-class _ReplaySession(Session):
-    """A session whose bookmark is the chain up to the last unit."""
-
-    bookmarks = True
-
-    def __init__(
-        self, answers: Iterator[Any], close: Callable[[], None], learn: Callable[[Found], None], varies: bool,
-        workers: int,
-    ) -> None:  # fmt: skip
-        self._answers, self._close, self._learn = answers, close, learn
-        self._prefix = f"{'varies;' * varies}workers={workers};chain="
-        self._chain = ""
-
-    def _answer(self) -> Any:
-        answer = next(self._answers)
-        if answer.found is not None:
-            self._learn(answer.found)
-        return answer
-
-    def bookmark(self) -> str:
-        """The chain up to the last unit."""
-        return self._chain
-
-    def detail(self, bookmark: str) -> str:
-        """The number of workers, and the chain."""
-        return self._prefix + bookmark
+        """That the next epoch is replayed, too, once a replay has taken over."""
+        return _VARIES if self.varies else ""
 
     def close(self) -> None:
-        self._answers = iter(())
+        self.take = self._next = iter(()).__next__
         self._close()
-
-
-class _SharedStreamSession(_ReplaySession):
-    """Every process reads the same stream."""
-
-    _first: str | None = None
-    _ended = False
-    _late: Exception | None = None
-
-    @property
-    def varies(self) -> bool:
-        """Where it ends by an error of its own, after as many batches as its length says."""
-        return self._late is not None
-
-    @property
-    def raises(self) -> Exception | None:
-        """That error."""
-        return self._late
-
-    def take(self) -> Any:
-        """The next batch."""
-        if self._ended:
-            raise StopIteration
-        if self._late is not None:
-            self._ended = True
-            raise self._late
-        answer = self._answer()
-        if self._first is None:
-            self._first = answer.first
-        elif answer.first != self._first:
-            raise SourceError(
-                "worker processes that should read the same stream begin with different items: the source divides its "
-                "data by get_worker_info, and so does midepoch (shard=True); pass shard=False"
-            )
-        if isinstance(answer, End):
-            self._ended = True
-            if answer.units:  # other ranks have received them
-                self.position_correction += answer.units
-                self._chain = answer.chain
-            raise StopIteration
-        self._chain = answer.chain
-        self.position_correction = -answer.missing
-        if answer.late is not None:
-            self._late = sent_error(answer.late)
-        return answer.batch
-
-
-class _OwnStreamsSession(_ReplaySession):
-    """Each worker process has a stream of its own. Their batches alternate, as in a DataLoader."""
-
-    def __init__(
-        self, answers: Iterator[Any], close: Callable[[], None], learn: Callable[[Found], None], slots: int,
-        consumed: int, expected: str, varies: bool, told: bool, workers: int,
-    ) -> None:  # fmt: skip
-        super().__init__(answers, close, learn, varies, workers)
-        self._slots, self._consumed, self._told, self._expected = slots, consumed, told, expected
-        self._ended_in_a_row = self._batches = 0
-        self._whole = Chain()  # of this process's batches
-
-    def take(self) -> Any:
-        """The next batch."""
-        while True:
-            if self._ended_in_a_row == self._slots:
-                if self._consumed:
-                    raise SourceError(
-                        f"the source ended {self._consumed} batches before the state's position: it does not repeat "
-                        "itself; seed it, or start over with this data"
-                    )
-                raise StopIteration
-            answer: Replayed | End = self._answer()
-            if isinstance(answer, End):
-                self._ended_in_a_row += 1
-                continue
-            self._ended_in_a_row = 0
-            self._batches += 1
-            if self._batches == self._whole.next:
-                self._whole.add(answer.chain)
-            seen = self._whole.up_to(answer.chain)
-            if not self._consumed:
-                self._chain = seen if self._told else ""
-                return answer.batch
-            self._consumed -= 1
-            if self._consumed or not self._expected:
-                continue
-            if self._expected != seen:
-                raise SourceError(
-                    "the source does not repeat itself: the batches consumed before the save differ now; make it "
-                    "depend on midepoch's streams or a seed alone"
-                )
+        if self._replay is not None:
+            self._replay.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -13,24 +12,22 @@ from ..errors import SourceError
 from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
 from ..state.digest import checksum_of
-from ..trying import CallTrial, Copied, Finding, copy_of, tried_on_copy
+from ..trying import CallTrial, Finding, copy_of, tried_on_copy
 from ..world import Share, Tail, World
 from .collating import draws_nothing, keeps_nothing
 from .driven import RAW, raw_copy
 from .private import caught
 from .units import Units
 
-__all__ = ["Chain", "End", "Found", "Open", "ReplayReader", "ReplayRequest", "Replayed"]
-
+__all__ = ["Open", "PrefixDigest", "ReplayReader", "ReplayRequest", "Replayed"]
 
 _CURE = (
     "make it depend on midepoch's streams or a seed alone, and draw in the thread that iterates, or in then=. If it "
     "divides its data by rank or worker itself, pass shard=False; if it reads a DataLoader, wrap that"
 )
-_EMPTY = ()
 
 
-class Chain:
+class PrefixDigest:
     """What a stream has given up to some unit, in eight digits.
 
     It covers the digests of units chosen by their number alone, and of the last one, so it is the same for everybody
@@ -53,7 +50,7 @@ class Chain:
         self.next += 1 << max(self.next.bit_length() - self._BITS, 0)
 
     def up_to(self, digest: str) -> str:
-        """The chain that ends with a unit of this digest."""
+        """What the stream has given up to a unit of this digest."""
         return f"{zlib.crc32(digest.encode(), self._crc):08x}"
 
 
@@ -98,56 +95,33 @@ class ReplayRequest(NamedTuple):
     world_size: int
     tail: Tail
     size: int | None
-    skip: bool
+    skip: bool = False
     tries: bool = False
-
-
-class Found(NamedTuple):
-    """What a reader has found out about its source by the first batch of a session.
-
-    Attributes:
-        passes: of comparing two passes; None if it was not asked to.
-        others: of the collate function, and of what cannot be seen.
-    """
-
-    passes: Finding | None
-    others: tuple[Finding, ...]
 
 
 class Replayed(NamedTuple):
     """The answer to a `ReplayRequest`.
 
     Attributes:
-        batch: None if it was skipped.
-        chain: up to the last unit of the global batch. If the stream is this process's own, the batch's digest.
-        first: the digest of the stream's first unit, equal in all processes that read the same stream.
-        missing: units by which the global batch is short.
-        found: with a reader's first answer in a session.
+        batch: None if it was skipped, or if the stream has no such batch for this rank.
+        digest: of all up to the last unit of the global batch. If the stream is this process's own, of the batch.
+        first: of the stream's first unit, equal in all processes that read the same stream.
+        correction: to the position that follows from the number of batches: negative if the global batch is short,
+            positive at the end, if other ranks have received units of a last one.
+        ended: there is no batch.
         late: the error that the source raises after the last batch, in a worker as torch sends it; otherwise None.
+        passes: of comparing two passes, if the request asked for that.
+        findings: what else has been found out about the source by a session's first batch.
     """
 
     batch: Any
-    chain: str
+    digest: str
     first: str
-    missing: int
-    found: Found | None = None
+    correction: int = 0
+    ended: bool = False
     late: Any = None
-
-
-class End(NamedTuple):
-    """The answer if the stream has no such batch for this rank.
-
-    Attributes:
-        first: as in `Replayed`.
-        units: units of the last global batch that other ranks have received.
-        chain: up to these units.
-        found: as in `Replayed`.
-    """
-
-    first: str
-    units: int = 0
-    chain: str = ""
-    found: Found | None = None
+    passes: Finding | None = None
+    findings: tuple[Finding, ...] = ()
 
 
 class ReplayReader:
@@ -191,18 +165,27 @@ class ReplayReader:
         self._late: Any = None  # the error in place of the source's end, as `Replayed` has it
         self._sample_key = 0
         self._first = ""
-        self._chain = Chain()
+        self._prefix = PrefixDigest()
         self._digested = (0, "")  # the unit whose digest was taken last
         self._unseen: dict[str, None] = {}
 
-    def __call__(self, request: ReplayRequest) -> Replayed | End:
-        """The batch, or `End`.
+    def __call__(self, request: ReplayRequest) -> Replayed:
+        """The batch.
 
         Raises:
             SourceError: the stream differs from the one consumed before, or its length from its len().
         """
-        if self._session != request.session:
-            return self._begin(request)
+        if self._session == request.session:
+            return self._answer(request)
+        self._session = request.session
+        if self._streams is not None:
+            self._streams.begin_replay()
+        answer = self._try(request) if request.tries else self._answer(request)
+        if self._unseen:
+            answer = answer._replace(findings=(*answer.findings, Finding(unseen=tuple(self._unseen))))
+        return answer
+
+    def _answer(self, request: ReplayRequest) -> Replayed:
         if self._streams is None:
             return self._batch(request)
         self._start_stream = self._streams.begin(notes=True)
@@ -211,51 +194,37 @@ class ReplayReader:
         finally:
             self._streams.end()
 
-    def _begin(self, request: ReplayRequest) -> Replayed | End:
-        """The first batch of a session in this process, and what is tried with it."""
-        self._session = request.session
-        if self._streams is not None:
-            self._streams.begin_replay()
-        collate, trial, passes = self._collate, None, None
-        copied = copy_of(self.dataset) if request.tries else Copied()  # before it is read
-        threads = set(threading.enumerate())
-        if request.tries and collate is not None and not keeps_nothing(collate):
+    def _try(self, request: ReplayRequest) -> Replayed:
+        """The first batch that is read, and what trials find out with it."""
+        copied = copy_of(self.dataset)  # before it is read
+        collate, trial = self._collate, None
+        if collate is not None and not keeps_nothing(collate):
             self._collate = trial = CallTrial(collate, listed=not self._single)
         try:
-            answer = self(request)
+            answer = self._answer(request)
         finally:
             self._collate = collate
-        others = [Finding(unseen=tuple(self._unseen))] if self._unseen else []
-        if request.tries and self.drawn and not threads.issuperset(threading.enumerate()):
-            passes = Finding(untried="threads were started while it was read, whose draws would differ")
-        elif request.tries:
-            passes = self._try_passes(copied, request)
-        if trial is not None and isinstance(answer, Replayed) and not request.skip:
-            key = derive_key(Purpose.TRIAL, request.seed, request.epoch)
-            others.append(trial.finding(key).of_calls("the collate function", "the same samples"))
-        return answer._replace(found=Found(passes, tuple(others)))
-
-    def _try_passes(self, copied: Copied, request: ReplayRequest) -> Finding:
-        """Compare the first units of two passes over a copy: a process that resumes begins with a first pass."""
+        key = derive_key(Purpose.TRIAL, request.seed, request.epoch)
 
         def first_unit(copy: Any) -> Any:
             _tell_the_epoch(copy, request.epoch)
-            return next(Open(copy)(request.seed, request.epoch), _EMPTY)
+            return next(Open(copy)(request.seed, request.epoch), ())
 
-        key = derive_key(Purpose.TRIAL, request.seed, request.epoch)
-        return tried_on_copy(copied, first_unit, key, rereads=False)
+        # A process that resumes begins with a first pass.
+        passes = tried_on_copy(copied, first_unit, key, rereads=False)
+        findings = []
+        if trial is not None and not answer.ended and not request.skip:
+            findings.append(trial.finding(key).of_calls("the collate function", "the same samples"))
+        if self.drawn:
+            findings.append(Finding(untried="that it draws its numbers in the thread that iterates is believed"))
+        return answer._replace(passes=passes, findings=tuple(findings))
 
     @property
     def drawn(self) -> bool:
         """Whether the source has drawn from generators that are under a stream, or may have."""
         return self._streams is not None and self._streams.drawn
 
-    def _own(self, request: ReplayRequest) -> tuple[int, ...]:
-        """If the data stream is this process's own, so are the random streams."""
-        worker = get_worker_info()
-        return () if self._shared else (request.rank, 0 if worker is None else worker.id + 1)
-
-    def _batch(self, request: ReplayRequest) -> Replayed | End:
+    def _batch(self, request: ReplayRequest) -> Replayed:
         try:
             return self._shared_batch(request) if self._shared else self._own_batch(request)
         except BaseException:
@@ -271,16 +240,19 @@ class ReplayReader:
         _tell_the_epoch(self.dataset, request.epoch)
         self._source = Units(self._open_source(request.seed, request.epoch))
         self._opened = request[:3]
-        self._chain, self._digested = Chain(), (0, "")
-        self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *self._own(request))
+        self._prefix, self._digested = PrefixDigest(), (0, "")
+        # If the data stream is this process's own, so are the random streams.
+        worker = get_worker_info()
+        own = () if self._shared else (request.rank, 0 if worker is None else worker.id + 1)
+        self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *own)
 
     def _units(self, count: int) -> list[Any]:
         """The next `count` units, fewer at the end."""
         source, units = self._source, []
         for unit in source.take(count, None if self._start_stream is None else self._begin_unit):
-            if self._shared and source.read == self._chain.next:
+            if self._shared and source.read == self._prefix.next:
                 digest = self._digest(unit)
-                self._chain.add(digest)
+                self._prefix.add(digest)
                 if source.read == 1:
                     self._first = digest
             units.append(unit)
@@ -297,9 +269,9 @@ class ReplayReader:
             self._digested = self._source.read, digest
         return digest
 
-    def _chain_to(self, unit: Any) -> str:
-        """The chain up to the unit that was read last."""
-        return self._chain.up_to(self._digest(unit))
+    def _digest_up_to(self, unit: Any) -> str:
+        """What the stream has given up to the unit that was read last."""
+        return self._prefix.up_to(self._digest(unit))
 
     def _collated(self, units: list[Any], key: int) -> Any:
         if self._collate is None:
@@ -308,7 +280,7 @@ class ReplayReader:
             self._start(key)
         return self._collate(units[0] if self._single else units)
 
-    def _shared_batch(self, request: ReplayRequest) -> Replayed | End:
+    def _shared_batch(self, request: ReplayRequest) -> Replayed:
         global_batch = self._batch_size * request.world_size
         begin = request.start + request.step * global_batch
         if self._opened != request[:3] or self._source.read > begin:
@@ -322,9 +294,9 @@ class ReplayReader:
                         f"the source ended after {read} units, but the state stands at {request.start}: it "
                         "does not repeat itself; seed it, or start over with this data"
                     )
-                return End(self._first)
+                return Replayed(None, "", self._first, ended=True)
             proved = request.expected if self._source.read == request.start else ""
-            if proved and proved != self._chain_to(last[0]):
+            if proved and proved != self._digest_up_to(last[0]):
                 raise SourceError(
                     f"the source does not repeat itself: what it gives up to unit {request.start - 1} of epoch "
                     f"{request.epoch} differs from what was consumed before the save; {_CURE}"
@@ -332,17 +304,17 @@ class ReplayReader:
         units = self._units(global_batch)
         self._check_length(request, begin + len(units), len(units) < global_batch)
         if not units:
-            return End(self._first)
-        chain = self._chain_to(units[-1])
+            return Replayed(None, "", self._first, ended=True)
+        digest = self._digest_up_to(units[-1])
         own = self._own_part(request, begin, units)
         if not own:
             # This rank has no part of an uneven last batch, or all ranks drop it.
             others = len(units) if request.tail == "uneven" and not self._drop_last else 0
-            return End(self._first, others, chain)
+            return Replayed(None, digest, self._first, others, ended=True)
         key = derive_key(Purpose.BATCH, request.seed, request.epoch, begin + request.rank * self._batch_size)
         batch = self._collated(own, key)
         late, self._late = self._late, None
-        return Replayed(batch, chain, self._first, global_batch - len(units), late=late)
+        return Replayed(batch, digest, self._first, len(units) - global_batch, late=late)
 
     def _check_length(self, request: ReplayRequest, reached: int, ended: bool) -> None:
         if request.size is None:
@@ -395,17 +367,17 @@ class ReplayReader:
             self._opened = None
         return own
 
-    def _own_batch(self, request: ReplayRequest) -> Replayed | End:
+    def _own_batch(self, request: ReplayRequest) -> Replayed:
         if self._opened != request[:3]:
             self._open(request)
         units = self._units(self._batch_size)
         if not units or (self._drop_last and len(units) < self._batch_size):
-            return End("")
+            return Replayed(None, "", "", ended=True)
         seen = self._digest(units[-1])
         if request.skip:
-            return Replayed(None, seen, "", 0)
+            return Replayed(None, seen, "")
         key = extend_key(self._sample_key, self._source.read, Purpose.BATCH)
-        return Replayed(self._collated(units, key), seen, "", 0)
+        return Replayed(self._collated(units, key), seen, "")
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process opens its own.
