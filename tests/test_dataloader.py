@@ -480,13 +480,9 @@ def test_a_subclass_in_a_loader() -> None:
     state = sources.heads(functools.partial(make, 2), 1)[1]
     assert sources.resumed(functools.partial(make, 1), state) == whole[1:]
     for context in ("fork", "spawn"):
-        inside = sources.Inheriting(12)
-        batches = iter(DataLoader(inside, batch_size=4, num_workers=1, multiprocessing_context=context))
-        next(batches)
+        batches = iter(DataLoader(sources.Inheriting(12), num_workers=1, multiprocessing_context=context))
         with pytest.raises(StateError, match=r"use wrap\(DataLoader\(dataset\)\)"):
-            inside.state_dict()
-        with pytest.raises(StateError, match=r"use wrap\(DataLoader\(dataset\)\)"):
-            inside.load_state_dict(state)
+            next(batches)
 
 
 def test_several_samplers() -> None:

@@ -318,7 +318,7 @@ def driven_requests(
         left -= 1
         before = int(0 < start == run.position)
         padding = ((position % size, position % size + 1) for position in range(max(start, size), stop))
-        samples = ((start - before, min(stop, size)), *padding)
+        samples = ((start - before, max(start, min(stop, size))), *padding)
         request = DrivenRequest(
             run.session, run.seed, run.epoch, start, stop - start, size, before, draws,
             tuple(each.part(samples) for each in slices),
@@ -344,7 +344,7 @@ class _Slices:
             if first < self._start or last > self._start + len(self._ahead):
                 self._start, self._ahead = first, as_list(order[first : max(last, min(first + _AHEAD, len(order)))])
             indices += self._ahead[first - self._start : last - self._start]
-            wanted += max(stop - start, 0) * count
+            wanted += (stop - start) * count
         if len(indices) == wanted:
             return indices, _Deviation(f"drew more than {count} indices from a sampler")
         return indices, _error_of(order)

@@ -158,7 +158,7 @@ class ReplayReader:
         self._collate, self._single = collate, single
         self._plain_collate = collate is None or draws_nothing(collate)
         self._streams = Streams(dataset, collate) if streams else None
-        self._start_stream: Callable[[int], None] | None = None
+        self._start: Callable[[int], None] = _keep  # begins a random stream, while a batch is read
         self._opened: tuple[int, int, int] | None = None
         self._session: int | None = None
         self._source = Units(iter(()))
@@ -166,7 +166,6 @@ class ReplayReader:
         self._sample_key = 0
         self._first = ""
         self._prefix = PrefixDigest()
-        self._digested = (0, "")  # the unit whose digest was taken last
         self._unseen: dict[str, None] = {}
 
     def __call__(self, request: ReplayRequest) -> Replayed:
@@ -186,13 +185,16 @@ class ReplayReader:
         return answer
 
     def _answer(self, request: ReplayRequest) -> Replayed:
-        if self._streams is None:
-            return self._batch(request)
-        self._start_stream = self._streams.begin(notes=True)
+        if self._streams is not None:
+            self._start = self._streams.begin(notes=True)
         try:
-            return self._batch(request)
+            return self._shared_batch(request) if self._shared else self._own_batch(request)
+        except BaseException:
+            self._opened = None  # a generator cannot continue after an exception
+            raise
         finally:
-            self._streams.end()
+            if self._streams is not None:
+                self._streams.end()
 
     def _try(self, request: ReplayRequest) -> Replayed:
         """The first batch that is read, and what trials find out with it."""
@@ -224,23 +226,12 @@ class ReplayReader:
         """Whether the source has drawn from generators that are under a stream, or may have."""
         return self._streams is not None and self._streams.drawn
 
-    def _batch(self, request: ReplayRequest) -> Replayed:
-        try:
-            return self._shared_batch(request) if self._shared else self._own_batch(request)
-        except BaseException:
-            self._opened = None  # a generator cannot continue after an exception
-            raise
-
-    def _start(self, key: int) -> None:
-        if self._start_stream is not None:
-            self._start_stream(key)
-
     def _open(self, request: ReplayRequest) -> None:
         self._start(derive_key(Purpose.OPENING, request.seed, request.epoch))
         _tell_the_epoch(self.dataset, request.epoch)
         self._source = Units(self._open_source(request.seed, request.epoch))
         self._opened = request[:3]
-        self._prefix, self._digested = PrefixDigest(), (0, "")
+        self._prefix = PrefixDigest()
         # If the data stream is this process's own, so are the random streams.
         worker = get_worker_info()
         own = () if self._shared else (request.rank, 0 if worker is None else worker.id + 1)
@@ -248,12 +239,12 @@ class ReplayReader:
 
     def _units(self, count: int) -> list[Any]:
         """The next `count` units, fewer at the end."""
-        source, units = self._source, []
-        for unit in source.take(count, None if self._start_stream is None else self._begin_unit):
-            if self._shared and source.read == self._prefix.next:
+        units = []
+        for unit in self._source.take(count, self._begin_unit):
+            if self._shared and self._source.read == self._prefix.next:
                 digest = self._digest(unit)
                 self._prefix.add(digest)
-                if source.read == 1:
+                if self._source.read == 1:
                     self._first = digest
             units.append(unit)
         return units
@@ -262,12 +253,7 @@ class ReplayReader:
         self._start(extend_key(self._sample_key, number))
 
     def _digest(self, unit: Any) -> str:
-        """The digest of the unit that was read last."""
-        number, digest = self._digested
-        if number != self._source.read:
-            digest = checksum_of(unit, self._unseen)
-            self._digested = self._source.read, digest
-        return digest
+        return checksum_of(unit, self._unseen)
 
     def _digest_up_to(self, unit: Any) -> str:
         """What the stream has given up to the unit that was read last."""
@@ -351,19 +337,11 @@ class ReplayReader:
         if not share.steps:
             return []
         start, stop = share.span(0)
-        repeats = stop - max(start, share.size)
         own = units[start - begin : stop - begin]
-        if repeats > 0:
-            # Padding repeats the epoch's beginning, which has to be read again.
-            self._open(request)
-            beginning: list[Any] = []
-            while len(beginning) < max(stop - share.size, 0):
-                more = self._units(1)
-                if not more:
-                    self._open(request)
-                    continue
-                beginning += more
-            own += beginning[max(start - share.size, 0) : stop - share.size]
+        if stop > share.size:
+            self._open(request)  # padding repeats the epoch's beginning, which has to be read again
+            beginning = self._units(min(stop - share.size, share.size))
+            own += [beginning[position % share.size] for position in range(max(start, share.size), stop)]
             self._opened = None
         return own
 
@@ -381,7 +359,11 @@ class ReplayReader:
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process opens its own.
-        return {**self.__dict__, "_opened": None, "_source": Units(iter(())), "_start_stream": None}
+        return {**self.__dict__, "_opened": None, "_source": Units(iter(())), "_start": _keep}
+
+
+def _keep(key: int) -> None:
+    """Leave the generators as they are."""
 
 
 def _tell_the_epoch(source: Any, epoch: int) -> None:
