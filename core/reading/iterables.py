@@ -316,7 +316,7 @@ class IterableAdapter(Adapter):
             return self._open_driven(run, self._driven, draws)
         if run.world.world_size > 1:
             self._require_shard(f"{run.world.world_size} ranks")
-        if self._workers > (self._driven is None):
+        if self._workers > 1 or (self._workers and self._driven is not None):
             self._require_shard("worker processes")
         return self._open_replay(run)
 
