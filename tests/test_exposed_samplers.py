@@ -158,7 +158,7 @@ def test_every_cut_continues_exactly(kind: type[Documents], drop_last: bool, bat
             for _batch in loader:
                 states.append(loader.state_dict())
     for taken, state in enumerate(states, 1):
-        if kind is Flushed and state["detail"].startswith("draws"):
+        if kind is Flushed and "draws=" in state["detail"]:
             continue  # what it keeps is known at the end of its first pass: docs/limits.md
         resumed = make(kind, drop_last, batch_size)
         resumed.load_state_dict(state)
@@ -429,7 +429,7 @@ def test_peeking_at_the_end_of_a_deviated_epoch_repeats_nothing() -> None:
 def _before_a_peek(loader: Any) -> tuple[dict[str, Any], Any]:
     batches = iter(loader)
     taken = [next(batches)]
-    while not loader.state_dict()["detail"].startswith("varies"):
+    while "varies" not in loader.state_dict()["detail"]:
         state = loader.state_dict()
         taken.append(next(batches))
     return state, plain(taken[-1])
