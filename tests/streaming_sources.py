@@ -154,13 +154,6 @@ class DrawingLower(StreamingDataset):
         return {**super().get_item(sample_id, retry), "drawn": torch.rand(2)}
 
 
-class Seldom(StreamingDataset):
-    """Draws for two samples of all."""
-
-    def __getitem__(self, at: Any) -> Any:
-        return {**super().__getitem__(at), "drawn": np.random.rand() if at in (4, 17) else 0.0}
-
-
 def mix(samples: list[Any]) -> Any:
     """A collate_fn that draws for a batch."""
     return {**torch.utils.data.default_collate(samples), "mixed": np.random.rand(3)}

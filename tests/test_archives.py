@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import random
 import tarfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,52 +141,36 @@ def test_an_empty_archive_has_no_members(tmp_path: Path) -> None:
     assert len(index.sizes) == 0 and index.damage is None
 
 
-def cut_in_data(data: bytearray, index: Any) -> bytearray:
-    return data[: int(index.offsets[7]) + 100]
-
-
-def cut_between_members(data: bytearray, index: Any) -> bytearray:
-    return data[: int(index.headers[7])]
-
-
-def cut_in_header(data: bytearray, index: Any) -> bytearray:
-    return data[: int(index.headers[7]) + 300]
-
-
-def without_marker(data: bytearray, index: Any) -> bytearray:
-    return data[: index.end]
-
-
-def with_a_hole(data: bytearray, index: Any) -> bytearray:
-    data[int(index.headers[7]) : int(index.headers[7]) + 2048] = bytes(2048)
+def replaced(data: bytearray, at: int, content: bytes) -> bytearray:
+    data[at : at + len(content)] = content
     return data
 
 
-def with_bad_checksum(data: bytearray, index: Any) -> bytearray:
-    data[int(index.offsets[7]) - 500] ^= 1
-    return data
+def flipped(data: bytearray, at: int) -> bytearray:
+    return replaced(data, at, bytes([data[at] ^ 1]))
 
 
-def with_more_behind_the_checksum(data: bytearray, index: Any) -> bytearray:
-    data[int(index.offsets[7]) - 512 + 154 : int(index.offsets[7]) - 512 + 156] = b"\xfa\x1f"
-    return data
-
-
-def with_bad_magic(data: bytearray, index: Any) -> bytearray:
-    data[int(index.offsets[7]) - 512 : int(index.offsets[7])] = b"?" * 512
-    return data
-
-
+# What is done to an archive of ten members, and how many of them are sound after that.
 DAMAGES: dict[str, tuple[Callable[[bytearray, Any], bytearray], int]] = {
-    "cut in data": (cut_in_data, 7),
-    "cut between members": (cut_between_members, 7),
-    "cut in a header": (cut_in_header, 7),
-    "no marker": (without_marker, 10),
-    "a hole of zeros": (with_a_hole, 7),
-    "bad checksum": (with_bad_checksum, 7),
-    "more behind the checksum": (with_more_behind_the_checksum, 7),
-    "bad magic": (with_bad_magic, 7),
+    "cut in data": (lambda data, index: data[: int(index.offsets[7]) + 100], 7),
+    "cut between members": (lambda data, index: data[: int(index.headers[7])], 7),
+    "cut in a header": (lambda data, index: data[: int(index.headers[7]) + 300], 7),
+    "no marker": (lambda data, index: data[: index.end], 10),
+    "a hole of zeros": (lambda data, index: replaced(data, int(index.headers[7]), bytes(2048)), 7),
+    "bad checksum": (lambda data, index: flipped(data, int(index.offsets[7]) - 500), 7),
+    "more after the checksum": (lambda data, index: replaced(data, int(index.offsets[7]) - 358, b"\xfa\x1f"), 7),
+    "bad magic": (lambda data, index: replaced(data, int(index.offsets[7]) - 512, b"?" * 512), 7),
 }
+
+
+def indexes(path: Path) -> tuple[Any, Any]:
+    """By path, and by an open file."""
+    return index_tar(path), index_tar(io.BytesIO(path.read_bytes()), path.name)
+
+
+def only_the_first_is_found(path: Path) -> None:
+    for index in indexes(path):
+        assert index.damage is not None and index.names.tolist() == [b"a.x"]
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -198,32 +180,12 @@ def test_damage_is_told_with_its_place(tmp_path: Path, name: str, kind: str) -> 
     whole = index_tar(tmp_path / "x.tar")
     damage, sound = DAMAGES[name]
     (tmp_path / "bad.tar").write_bytes(damage(bytearray((tmp_path / "x.tar").read_bytes()), whole))
-    for index in (index_tar(tmp_path / "bad.tar"), index_tar((tmp_path / "bad.tar").open("rb"), "bad.tar")):
+    for index in indexes(tmp_path / "bad.tar"):
         assert index.damage is not None
         assert index.headers.tolist() == whole.headers[:sound].tolist()
         end = whole.end if sound == 10 else int(whole.headers[sound])
         assert index.damage.offset == end
         assert "bad.tar" in str(index.damage) and f"byte {end}" in str(index.damage)
-
-
-def test_random_damage_is_told_or_harmless(tmp_path: Path) -> None:
-    make(tmp_path / "a.tar", "pax", [f"{i}.x" for i in range(20)], 2000)
-    good, generator = (tmp_path / "a.tar").read_bytes(), random.Random(0)
-    whole, told = index_tar(tmp_path / "a.tar"), 0
-    for _ in range(300):
-        data = bytearray(good)
-        for _ in range(generator.randint(1, 4)):
-            data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
-        (tmp_path / "b.tar").write_bytes(data[: generator.choice((len(data), generator.randrange(1, len(data))))])
-        index = index_tar(tmp_path / "b.tar")
-        if index.damage is None:
-            # What does not show in the index is in the files' own bytes.
-            assert index.headers.tolist() == whole.headers.tolist() and index.names.tolist() == whole.names.tolist()
-        else:
-            told += 1
-            assert index.headers.tolist() == whole.headers[: len(index.headers)].tolist()
-            assert "b.tar" in str(index.damage)
-    assert told > 100
 
 
 @pytest.mark.parametrize("kind", ["gnu", "pax"])
@@ -232,9 +194,8 @@ def test_a_header_for_a_file_that_is_missing_is_damage(tmp_path: Path, kind: str
     whole, data = index_tar(tmp_path / "x.tar"), (tmp_path / "x.tar").read_bytes()
     # Of the second file what was written before its own header is there, and then the end.
     (tmp_path / "bad.tar").write_bytes(data[: int(whole.offsets[1]) - 512] + bytes(1024))
-    for index in (index_tar(tmp_path / "bad.tar"), index_tar((tmp_path / "bad.tar").open("rb"), "bad.tar")):
-        assert index.names.tolist() == [b"a.x"]
-        assert index.damage is not None and index.damage.offset == int(whole.headers[1])
+    only_the_first_is_found(tmp_path / "bad.tar")
+    assert {index.damage.offset for index in indexes(tmp_path / "bad.tar")} == {int(whole.headers[1])}
 
 
 def test_a_header_for_all_files_may_stand_alone(tmp_path: Path) -> None:
@@ -271,8 +232,7 @@ def test_sizes_that_cannot_be_are_damage(tmp_path: Path, size: str) -> None:
         info = tarfile.TarInfo("b.x")
         info.pax_headers = {"size": size}
         archive.addfile(info)
-    for index in (index_tar(tmp_path / "x.tar"), index_tar(io.BytesIO((tmp_path / "x.tar").read_bytes()), "it")):
-        assert index.damage is not None and index.names.tolist() == [b"a.x"]
+    only_the_first_is_found(tmp_path / "x.tar")
 
 
 SIZES_OF_64 = [b"000000000100", b"         100", b"00000000100 ", b"    100     ", b"100".ljust(12, b"\0")]
@@ -305,8 +265,7 @@ def test_a_stretch_that_does_not_end_where_its_last_file_does(tmp_path: Path) ->
 def test_names_longer_than_any_are_damage(tmp_path: Path) -> None:
     """An index has as much room for each name as the longest has bytes."""
     make(tmp_path / "x.tar", "gnu", ["a.x", "b" * 10_000])
-    index = index_tar(tmp_path / "x.tar")
-    assert index.damage is not None and index.names.tolist() == [b"a.x"]
+    only_the_first_is_found(tmp_path / "x.tar")
 
 
 def long_name(kind: bytes, name: bytes, beyond: int = 0) -> bytes:
@@ -334,8 +293,7 @@ def test_names_that_cannot_be_are_damage(tmp_path: Path, header: bytes) -> None:
     """With a zero byte in it; and one that ends beyond its header, where tarfile takes the zeros behind it too."""
     blocks = [tarfile.TarInfo(name).tobuf(tarfile.USTAR_FORMAT) for name in ("a.x", "c.x")]
     (tmp_path / "x.tar").write_bytes(blocks[0] + header + blocks[1] + bytes(1024))
-    for index in (index_tar(tmp_path / "x.tar"), index_tar(io.BytesIO((tmp_path / "x.tar").read_bytes()), "it")):
-        assert index.damage is not None and index.names.tolist() == [b"a.x"]
+    only_the_first_is_found(tmp_path / "x.tar")
 
 
 @pytest.mark.parametrize("record", [b"13 path=b.xx\n", b"10 size=9\n"])
@@ -346,8 +304,7 @@ def test_a_header_that_names_all_files_that_follow_is_damage(tmp_path: Path, rec
     header = info.tobuf(tarfile.USTAR_FORMAT) + record.ljust(512, b"\0")
     blocks = [tarfile.TarInfo(name).tobuf(tarfile.USTAR_FORMAT) for name in ("a.x", "c.x")]
     (tmp_path / "x.tar").write_bytes(blocks[0] + header + blocks[1] + bytes(1024))
-    for index in (index_tar(tmp_path / "x.tar"), index_tar(io.BytesIO((tmp_path / "x.tar").read_bytes()), "it")):
-        assert index.damage is not None and index.names.tolist() == [b"a.x"]
+    only_the_first_is_found(tmp_path / "x.tar")
 
 
 def test_a_name_that_an_extended_header_ends_with_a_slash(tmp_path: Path) -> None:
@@ -367,10 +324,8 @@ def test_what_is_passed_over_may_have_an_absurd_size(tmp_path: Path) -> None:
     at = int(index_tar(tmp_path / "x.tar").headers[1])
     overwrite(data, at, 124, b"\x80" + b"\xff" * 11)
     overwrite(data, at, 156, b"Q")
-    for file in (io.BytesIO(data), None):
-        (tmp_path / "absurd.tar").write_bytes(data)
-        index = index_tar(file or tmp_path / "absurd.tar", "it")
-        assert index.damage is not None and index.names.tolist() == [b"a.x"]
+    (tmp_path / "absurd.tar").write_bytes(data)
+    only_the_first_is_found(tmp_path / "absurd.tar")
 
 
 def test_walking_a_stream_needs_no_seeking(tmp_path: Path) -> None:
@@ -398,13 +353,3 @@ def test_other_files_have_another_checksum(tmp_path: Path) -> None:
     make(tmp_path / "y.tar", "gnu", ["a.x", "c.x"])
     assert index_tar(tmp_path / "x.tar").checksum != index_tar(tmp_path / "y.tar").checksum
     assert index_tar(tmp_path / "x.tar").checksum == index_tar((tmp_path / "x.tar").open("rb")).checksum
-
-
-def test_scanning_is_faster_than_walking(tmp_path: Path) -> None:
-    make(tmp_path / "x.tar", "pax", [f"{i:06d}.x" for i in range(4000)], 3000)
-    seconds = []
-    for archive in (tmp_path / "x.tar", (tmp_path / "x.tar").open("rb")):
-        begun = time.perf_counter()
-        index_tar(archive)
-        seconds.append(time.perf_counter() - begun)
-    assert seconds[0] < seconds[1]

@@ -842,12 +842,6 @@ def test_an_order_of_a_users_own_is_refused() -> None:
         midepoch.wrap(bare)
 
 
-def test_the_state_is_small() -> None:
-    loader = sources.load(order="quasi", subset=True, os_cache=False)
-    read(loader, 2)
-    assert len(json.dumps(loader.state_dict())) <= 512
-
-
 def test_example(tmp_path: Path) -> None:
     example = Path(__file__).parent.parent / "examples" / "ffcv_loader.py"
     assert example.name == "ffcv_loader.py"

@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -136,38 +135,6 @@ def test_states_are_loaded_in_a_live_process() -> None:
     assert third not in (first[:1], second[:1])
 
 
-def test_the_end_of_an_epoch_starts_the_next_one() -> None:
-    """By itself it resumes into nothing."""
-    loader = make()
-    taken(loader)
-    state = loader.state_dict()
-    assert (state["epoch"], state["position"]) == (1, 0)
-    assert taken(resumed(state)) == taken(loader)
-
-
-def test_a_state_between_load_and_iteration_is_the_loaded_one() -> None:
-    loader = make()
-    taken(loader, 2)
-    state = loader.state_dict()
-    fresh = resumed(state)
-    iterator = iter(fresh)
-    assert fresh.state_dict() == state
-    next(iterator)
-    assert fresh.state_dict()["position"] == state["position"] + sources.BATCH
-
-
-def test_a_break_begins_the_next_epoch_and_an_older_state_goes_back() -> None:
-    reference = make()
-    epochs = [taken(reference) for _ in range(3)]
-    loader = make()
-    taken(loader, 2)
-    assert taken(loader, 1) == epochs[1][:1]
-    loader.seek(epoch=0, position=2 * sources.BATCH)
-    assert taken(loader) == epochs[0][2:]
-    loader.set_epoch(2)
-    assert taken(loader) == epochs[2]
-
-
 def test_a_batch_size_is_not_guessed() -> None:
     """The first field of a sample is a text, whose length Streaming would take for the batch's."""
     bare = sources.bare(batch_size=5)
@@ -176,14 +143,6 @@ def test_a_batch_size_is_not_guessed() -> None:
     loader = make(batch_size=5)
     taken(loader, 1)
     assert loader.position == 5
-
-
-def test_several_batches_in_flight() -> None:
-    (whole, loader) = (taken(make(num_workers=2)), make(num_workers=2))
-    iterator = iter(loader)
-    for _ in range(3):
-        next(iterator)
-    assert taken(resumed(loader.state_dict(in_flight=2))) == whole[1:]
 
 
 @pytest.mark.parametrize(
@@ -280,6 +239,7 @@ DRAWS: dict[str, dict[str, Any]] = {
     "samples, below": {"kind": sources.DrawingLower},
     "batches": {"loading": {"collate_fn": sources.mix}},
     "both": {"kind": sources.Drawing, "loading": {"collate_fn": sources.mix}},
+    "batches made in another way": {"kind": sources.Drawing, "batching_method": "per_stream", "size": 15},
 }
 
 
@@ -307,20 +267,6 @@ def test_what_is_drawn_comes_again_on_any_number_of_workers(options: dict[str, A
             state = loader.state_dict()
         with resumed(state, num_workers=after, **options) as loader:
             assert [drawn(loader), drawn(loader)] == [epochs[0][cut:], epochs[1]]
-
-
-def as_errors(worker: int) -> None:
-    warnings.simplefilter("error", MidepochWarning)
-
-
-@pytest.mark.parametrize("method", ["stratified", "per_stream"])
-def test_what_is_drawn_comes_again_where_batches_are_made_in_other_ways(method: str) -> None:
-    options = {"batching_method": method, "size": 15, "kind": sources.Drawing}
-    whole = drawn(make(**options))
-    for workers in (0, 2):
-        with make(num_workers=workers, **options) as loader:
-            loader.seek(position=2 * sources.BATCH)
-            assert drawn(loader) == whole[2:]
 
 
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.long), 2])
@@ -380,16 +326,6 @@ def test_workers_that_are_spawned_draw_the_same() -> None:
     with make(kind=sources.Drawing, num_workers=1, loading=loading) as loader:
         loader.seek(position=sources.BATCH)
         assert drawn(loader) == whole[1:]
-
-
-def test_a_sample_that_draws_long_after_the_others_is_read_again() -> None:
-    with make(size=40, kind=sources.Seldom, num_workers=0) as loader:
-        whole = drawn(loader)
-        assert np.count_nonzero(flat([batch["drawn"] for batch in whole])) == 2
-    for workers in (0, 2):
-        with make(size=40, kind=sources.Seldom, num_workers=workers) as loader:
-            loader.seek(position=3 * sources.BATCH)
-            assert drawn(loader) == whole[3:]
 
 
 def test_workers_that_persist_know_of_the_next_epoch() -> None:
@@ -492,14 +428,59 @@ def by_an_attribute() -> StreamingDataLoader:
     return loader
 
 
-@pytest.mark.parametrize("source", [by_streams, by_an_attribute])
-def test_code_that_draws_is_found_where_it_hides(source: Callable[[], StreamingDataLoader]) -> None:
-    with wrap(source(), seed=sources.SEED) as loader:
-        whole = [batch["drawn"].tolist() for batch in loader]
-        assert len({draw for batch in whole for draw in batch}) == sources.SIZE
-    with wrap(source(), seed=sources.SEED) as loader:
-        loader.seek(position=2 * sources.BATCH)
-        assert [batch["drawn"].tolist() for batch in loader] == whole[2:]
+class Noisy(encodings.Int):  # type: ignore[misc]
+    """A column whose decoding draws."""
+
+    def decode(self, data: bytes) -> tuple[int, float]:
+        return super().decode(data), random.random()
+
+
+def by_a_format() -> StreamingDataLoader:
+    folder = sources.new_folder()
+    with MDSWriter(out=folder, columns={"both": "noisy"}, exist_ok=True) as writer:
+        for number in range(sources.SIZE):
+            writer.write({"both": number})
+    with sources.one_at_a_time():
+        dataset = StreamingDataset(local=folder, batch_size=sources.BATCH, shuffle=True)
+    return StreamingDataLoader(dataset, batch_size=sources.BATCH)
+
+
+class OfItsReader(MDSReader):  # type: ignore[misc]
+    """Owns a generator in each shard."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.generator = random.Random()
+
+    def decode_sample(self, data: bytes) -> dict[str, Any]:
+        return {**super().decode_sample(data), "drawn": self.generator.random()}
+
+
+REGISTERED: dict[Any, tuple[dict[str, type], str, type]] = {
+    by_a_format: (encodings._encodings, "noisy", Noisy),
+    sources.bare: (streaming.base.format._readers, "mds", OfItsReader),
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("make_source", [by_streams, by_an_attribute, *REGISTERED])
+def test_code_that_draws_is_found_where_it_hides(
+    make_source: Callable[[], StreamingDataLoader], num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if make_source in REGISTERED:
+        monkeypatch.setitem(*REGISTERED[make_source])
+    dataset = make_source().dataset
+
+    def draws(epoch: int, position: int) -> list[list[float]]:
+        source = StreamingDataLoader(dataset, batch_size=sources.BATCH, num_workers=num_workers)
+        with wrap(source, seed=sources.SEED) as loader:
+            assert loader.capabilities.exact_augmentations
+            loader.seek(epoch=epoch, position=position)
+            return [(batch["both"][1] if "both" in batch else batch["drawn"]).tolist() for batch in loader]
+
+    whole = draws(1, 0)
+    assert len(set(flat(whole))) == sources.SIZE
+    assert draws(1, 2 * sources.BATCH) == whole[2:]
 
 
 class TryingAgain(StreamingDataset):  # type: ignore[misc]
@@ -527,35 +508,6 @@ class TryingAgain(StreamingDataset):  # type: ignore[misc]
 def test_a_download_that_is_tried_again_draws_nothing_of_a_samples(workers: int, loading: dict[str, Any]) -> None:
     with wrap(sources.bare(8, 4, num_workers=workers, kind=TryingAgain, loading=loading)) as loader:
         assert all(all(batch["untouched"]) for batch in loader)
-
-
-class Noisy(encodings.Int):  # type: ignore[misc]
-    """A column whose decoding draws."""
-
-    def decode(self, data: bytes) -> tuple[int, float]:
-        return super().decode(data), random.random()
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_code_that_draws_is_found_in_a_format_that_was_registered(
-    num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(encodings._encodings, "noisy", Noisy)
-    with MDSWriter(out=str(tmp_path), columns={"number": "noisy"}) as writer:
-        for number in range(sources.SIZE):
-            writer.write({"number": number})
-
-    def loader() -> Loader:
-        with sources.one_at_a_time():
-            dataset = StreamingDataset(local=str(tmp_path), batch_size=2, shuffle=True)
-        return wrap(StreamingDataLoader(dataset, batch_size=2, num_workers=num_workers))
-
-    one = loader()
-    assert one.capabilities.exact_augmentations
-    whole = [[part.tolist() for part in batch["number"]] for batch in one]
-    assert len({drawn for _, several in whole for drawn in several}) == sources.SIZE
-    one.seek(epoch=0, position=6)
-    assert [[part.tolist() for part in batch["number"]] for batch in one] == whole[3:]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -720,30 +672,6 @@ def test_a_worker_that_dies_while_a_pass_begins_does_not_stop_the_next_one(tmp_p
         assert taken(loader) == taken(make())
 
 
-class OfItsReader(MDSReader):  # type: ignore[misc]
-    """Owns a generator in each shard."""
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self.generator = random.Random()
-
-    def decode_sample(self, data: bytes) -> dict[str, Any]:
-        return {**super().decode_sample(data), "drawn": self.generator.random()}
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_registered_readers_own_generators_have_streams(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(streaming.base.format._readers, "mds", OfItsReader)
-
-    def given(loader: Loader) -> list[list[float]]:
-        return [batch["drawn"].tolist() for batch in loader]
-
-    loader = make(num_workers=num_workers)
-    whole, other = given(loader), make(num_workers=num_workers)
-    other.seek(position=2 * sources.BATCH)
-    assert given(other) == whole[2:]
-
-
 def test_persistent_workers_that_died_are_replaced() -> None:
     dataset, whole = sources.bare().dataset, taken(make())
     loader = wrap(StreamingDataLoader(dataset, batch_size=sources.BATCH, num_workers=1, persistent_workers=True))
@@ -758,35 +686,23 @@ def test_persistent_workers_that_died_are_replaced() -> None:
     assert done == whole
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_loaders_own_generator_stays_as_it_was(num_workers: int) -> None:
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_generators_and_the_dataset_stay_as_they_were(num_workers: int) -> None:
     generator = torch.Generator().manual_seed(1)
-    before = generator.get_state()
-    source = sources.bare(num_workers=num_workers, loading={"generator": generator})
+    loading = {"collate_fn": sources.mix, "generator": generator}
+    source = sources.bare(kind=sources.Drawing, num_workers=num_workers, loading=loading)
+    dataset = source.dataset
+
+    def states() -> tuple[Any, ...]:
+        held = generator.get_state().tolist(), str(dataset.generator.bit_generator.state)
+        return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist(), *held
+
+    before = states()
     with wrap(source, seed=sources.SEED) as loader:
         assert len(list(loader)) == 5
-    assert source.generator is generator and bool((generator.get_state() == before).all())
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_callers_generators_and_the_dataset_stay_as_they_were(num_workers: int) -> None:
-    source = sources.bare(kind=sources.Drawing, num_workers=num_workers, loading={"collate_fn": sources.mix})
-    dataset = source.dataset
-    own = dataset.generator.bit_generator.state
-    with wrap(source, seed=sources.SEED) as loader:
-        random.seed(3)
-        np.random.seed(4)
-        torch.manual_seed(5)
-        expected = random.random(), np.random.rand(), float(torch.rand(()))
-        random.seed(3)
-        np.random.seed(4)
-        torch.manual_seed(5)
-        for _ in loader:
-            pass
-        assert (random.random(), np.random.rand(), float(torch.rand(()))) == expected
-    assert dataset.generator.bit_generator.state == own
+    assert states() == before
+    assert source.generator is generator and source.collate_fn is sources.mix
     assert not {"_get_work", "_each_sample_id"} & vars(dataset).keys()
-    assert source.collate_fn is sources.mix
 
 
 def test_what_cannot_be_put_under_a_stream_is_not_promised() -> None:
@@ -1080,30 +996,6 @@ def test_a_state_that_another_data_set_saved_is_refused_by_workers_that_persist(
         with pytest.raises(StateMismatchError, match="the dataset's first sample"):
             next(iter(loader))
         assert loader.state_dict() == state
-
-
-def test_states_without_a_witness_load(folders: Path) -> None:
-    state, rest = state_after(3, local=a_copy_of(folders / "first"))
-    with witness_sources.make_streaming(local=a_copy_of(folders / "copied")) as loader:
-        loader.load_state_dict(midepoch.reseal({**state, "witness": ""}))
-        assert [label for batch in loader for label in witness_sources.labels_of(batch)] == rest
-
-
-def test_an_edited_witness_never_crashes(folders: Path) -> None:
-    state, rest = state_after(9, local=a_copy_of(folders / "first"))
-    loader, text = witness_sources.make_streaming(local=a_copy_of(folders / "first")), state["witness"]
-    told = 0
-    for place in range(len(text)):
-        for edited in (text[:place], text[:place] + "7" + text[place + 1 :], text[:place] + text[place + 1 :]):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", MidepochWarning)
-                try:
-                    loader.load_state_dict(midepoch.reseal({**state, "witness": edited}))
-                    assert next(iter(loader))["label"].tolist() == rest[:2]
-                except (StateCorruptError, StateMismatchError):
-                    told += 1
-    assert told > len(text)
-    loader.close()
 
 
 def test_a_first_sample_that_cannot_be_read_has_no_witness(folders: Path) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,24 +141,21 @@ def _run_deferred(work: Work, production: _Production, ready: _Ready) -> None:
     streams, batch = work.streams, ready.batch
     if streams is None:
         raise MidepochError("a step was deferred but has no random stream: please report this")
-    cuda = nullcontext() if production.device is None else _CudaGenerator(production.device, batch.key)
+    cuda = nullcontext() if production.device is None else _cuda_generator(production.device, batch.key)
     with streams.under(batch.key), cuda:
         for step in production.deferred:
             _run(step, batch, production.memory_of(step, ready.slot, batch), work)
 
 
-class _CudaGenerator(AbstractContextManager[None]):
-    """Puts the default generator of a GPU under the batch's stream, and then restores the caller's state."""
-
-    def __init__(self, device: torch.device, key: int) -> None:
-        self._device, self._key = device, key
-
-    def __enter__(self) -> None:
-        self._before = torch.cuda.get_rng_state(self._device)
-        torch.cuda.default_generators[self._device.index or 0].manual_seed(self._key & ((1 << 63) - 1))
-
-    def __exit__(self, *error: object) -> None:
-        torch.cuda.set_rng_state(self._before, self._device)
+@contextmanager
+def _cuda_generator(device: torch.device, key: int) -> Iterator[None]:
+    """Put the default generator of a GPU under the batch's stream, and then restore the caller's state."""
+    before = torch.cuda.get_rng_state(device)
+    torch.cuda.default_generators[device.index or 0].manual_seed(key & ((1 << 63) - 1))
+    try:
+        yield
+    finally:
+        torch.cuda.set_rng_state(before, device)
 
 
 def _run(step: Step, batch: Batch, memory: tuple[Any, Any], work: Work) -> None:

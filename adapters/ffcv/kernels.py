@@ -187,19 +187,13 @@ def samplewise(function: types.FunctionType, parallel: bool, with_indices: bool,
                 restart(key)
                 if python:
                     restart_python(key)
-                places[i] = inner(inputs[i : i + 1], _rows(memory, i), *more).ctypes.data
+                if with_indices:
+                    result = inner(inputs[i : i + 1], _rows(memory, i), indices[i : i + 1], *more)
+                else:
+                    result = inner(inputs[i : i + 1], _rows(memory, i), *more)
+                places[i] = result.ctypes.data
 
-        def kernel_with_indices(
-            keys: Any, salt: Any, places: Any, inputs: Any, memory: Any, indices: Any, more: Any
-        ) -> None:
-            for i in prange(keys.shape[0]):
-                key = _salted(keys[i], salt)
-                restart(key)
-                if python:
-                    restart_python(key)
-                places[i] = inner(inputs[i : i + 1], _rows(memory, i), indices[i : i + 1], *more).ctypes.data
-
-        return _jit(kernel_with_indices if with_indices else kernel, parallel)
+        return _jit(kernel, parallel)
 
     return _shared(("samplewise", identity(function), parallel, with_indices, python), make)
 
@@ -261,75 +255,64 @@ def decoder(
         draws: whether `crop` draws random numbers.
         parallel: whether the threads share the samples.
     """
+
+    def make() -> Any:
+        decodes, resizes, copies, sized = _jit(decode_jpeg), _jit(resize), _jit(copy), _jit(_has_size)
+
+        # numba drops branches behind a condition that is False at compile time.
+        compressed, mode = jpeg is not None, jpeg or 0
+        numbered = parallel and compressed and crop is not None  # each thread has its own buffer to decode into
+
+        if crop is None:
+
+            @_jit
+            def decode(field: Any, data: Any, memory: Any, i: Any, thread: Any) -> Any:
+                target = memory[i]
+                if compressed:  # noqa: SIM102  # numba prunes this branch as a whole
+                    if field["mode"] == mode:
+                        height, width = field["height"], field["width"]
+                        if not sized(data, height, width):
+                            return 3
+                        failed = decodes(data, target, height, width, height, width, 0, 0, 1, 1, False, False) != 0
+                        return 1 if failed else 0
+                if data.size != target.size:
+                    return 2
+                copies(data, target)
+                return 0
+        else:
+            crops = _jit(crop)
+
+            @_jit
+            def decode(field: Any, data: Any, memory: Any, i: Any, thread: Any) -> Any:
+                height, width = np.int64(field["height"]), np.int64(field["width"])
+                size = 3 * height * width
+                image = data
+                if compressed:  # noqa: SIM102  # numba prunes this branch as a whole
+                    if field["mode"] == mode:
+                        if not sized(data, height, width):
+                            return 3
+                        space = memory[1][thread]
+                        if decodes(data, space, height, width, height, width, 0, 0, 1, 1, False, False) != 0:
+                            return 1
+                        image = space[:size]
+                if image.size != size:
+                    return 2
+                top, left, rows, columns = crops(height, width, scale, ratio)
+                resizes(image.reshape(height, width, 3), top, top + rows, left, left + columns, memory[0][i])
+                return 0
+
+        def kernel(keys: Any, salt: Any, found: Any, indices: Any, memory: Any, metadata: Any, storage: Any) -> None:
+            for i in prange(keys.shape[0]):
+                if draws:
+                    restart(_salted(keys[i], salt))
+                field = metadata[indices[i]]
+                thread = get_thread_id() if numbered else 0  # type: ignore[no-untyped-call]
+                found[i] = decode(field, read(field["data_ptr"], storage), memory, i, thread)
+
+        return _jit(kernel, parallel)
+
     parts = (read, decode_jpeg, resize, copy, jpeg, crop, scale, ratio, draws)
-    return _shared(("decoder", identity(parts), parallel), lambda: _make_decoder(*parts, parallel=parallel))
-
-
-def _make_decoder(
-    read: Any,
-    decode_jpeg: Any,
-    resize: Any,
-    copy: Any,
-    jpeg: int | None,
-    crop: Any,
-    scale: Any,
-    ratio: Any,
-    draws: bool,
-    parallel: bool,
-) -> Any:
-    decode_jpeg, resize, copy, sized = _jit(decode_jpeg), _jit(resize), _jit(copy), _jit(_has_size)
-
-    # numba drops branches behind a condition that is False at compile time.
-    compressed, mode = jpeg is not None, jpeg or 0
-    numbered = parallel and compressed and crop is not None  # each thread has its own buffer to decode into
-
-    if crop is None:
-
-        @_jit
-        def decode(field: Any, data: Any, memory: Any, i: Any, thread: Any) -> Any:
-            target = memory[i]
-            if compressed:  # noqa: SIM102  # numba prunes this branch as a whole
-                if field["mode"] == mode:
-                    height, width = field["height"], field["width"]
-                    if not sized(data, height, width):
-                        return 3
-                    failed = decode_jpeg(data, target, height, width, height, width, 0, 0, 1, 1, False, False) != 0
-                    return 1 if failed else 0
-            if data.size != target.size:
-                return 2
-            copy(data, target)
-            return 0
-    else:
-        crop = _jit(crop)
-
-        @_jit
-        def decode(field: Any, data: Any, memory: Any, i: Any, thread: Any) -> Any:
-            height, width = np.int64(field["height"]), np.int64(field["width"])
-            size = 3 * height * width
-            image = data
-            if compressed:  # noqa: SIM102  # numba prunes this branch as a whole
-                if field["mode"] == mode:
-                    if not sized(data, height, width):
-                        return 3
-                    space = memory[1][thread]
-                    if decode_jpeg(data, space, height, width, height, width, 0, 0, 1, 1, False, False) != 0:
-                        return 1
-                    image = space[:size]
-            if image.size != size:
-                return 2
-            top, left, rows, columns = crop(height, width, scale, ratio)
-            resize(image.reshape(height, width, 3), top, top + rows, left, left + columns, memory[0][i])
-            return 0
-
-    def kernel(keys: Any, salt: Any, found: Any, indices: Any, memory: Any, metadata: Any, storage: Any) -> None:
-        for i in prange(keys.shape[0]):
-            if draws:
-                restart(_salted(keys[i], salt))
-            field = metadata[indices[i]]
-            thread = get_thread_id() if numbered else 0  # type: ignore[no-untyped-call]
-            found[i] = decode(field, read(field["data_ptr"], storage), memory, i, thread)
-
-    return _jit(kernel, parallel)
+    return _shared(("decoder", identity(parts), parallel), make)
 
 
 def _has_size(data: Any, height: Any, width: Any) -> bool:

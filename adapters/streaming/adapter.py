@@ -254,7 +254,7 @@ class StreamingAdapter(Adapter):
                     f"{step} samples in a step of all ranks"
                 )
             return
-        begin = position - self._steps_back(epoch, position, world, detail) * step
+        begin = self._begin(epoch, position, world, detail)
         if begin < 0 or begin % nodes:
             raise StateMismatchError(
                 f"{position} samples of the epoch are done. Those from {dataset.epoch_size} on only fill the canonical "
@@ -262,13 +262,11 @@ class StreamingAdapter(Adapter):
                 f"next epoch, loader.seek(epoch={epoch + 1})"
             )
 
-    def _steps_back(self, epoch: int, position: int, world: World, detail: str) -> int:
-        """The number of steps by which to start earlier, so as not to start among samples that fill canonical nodes."""
-        dataset = self.source.dataset
-        size = self.size(dataset.shuffle_seed, epoch, world, detail)
-        if size is None or not int(dataset.epoch_size) < position < size:
-            return 0
-        return -(-(position - int(dataset.epoch_size)) // self.units_per_step(world))
+    def _begin(self, epoch: int, position: int, world: World, detail: str) -> int:
+        """Where Streaming starts to read: whole steps earlier, if the position is among what fills canonical nodes."""
+        dataset, step = self.source.dataset, self.units_per_step(world)
+        size, beyond = self.size(dataset.shuffle_seed, epoch, world, detail), position - int(dataset.epoch_size)
+        return position if size is None or beyond <= 0 or position >= size else position - step * -(-beyond // step)
 
     # --- sessions ---
 
@@ -277,7 +275,7 @@ class StreamingAdapter(Adapter):
         self.sharing(run.world)  # refuses another world
         parameters = self._order_parameters(run.world, run.detail)
         loader, dataset = self.source, self.source.dataset
-        back = self._steps_back(run.epoch, run.position, run.world, run.detail)
+        begin = self._begin(run.epoch, run.position, run.world, run.detail)
         if (reading := _sessions.get(_here(dataset))) is not None:
             reading.give_way()
         if private.has_failed(dataset):
@@ -291,7 +289,7 @@ class StreamingAdapter(Adapter):
             dataset,
             {
                 "epoch": run.epoch,
-                "sample_in_epoch": run.position - back * self.units_per_step(run.world),
+                "sample_in_epoch": begin,
                 "num_canonical_nodes": parameters.canonical,
                 "shuffle_seed": run.seed,
                 "initial_physical_nodes": parameters.nodes,
@@ -311,6 +309,7 @@ class StreamingAdapter(Adapter):
         finally:
             self._kept_workers = kept_iterator(loader)
             keep_iterator(loader, theirs)
+        back = (run.position - begin) // self.units_per_step(run.world)
         self._last = _StreamingSession(loader, iterator, str(parameters), reads, back, run)
         return self._last
 

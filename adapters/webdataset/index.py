@@ -37,6 +37,7 @@ __all__ = ["Index", "Keys", "ShardIndex", "build_index", "default_cache"]
 _LOG = logging.getLogger("midepoch.webdataset")
 _FORMAT = 2  # of the cached files
 _PATIENCE = 0.5  # seconds before a bar appears
+_THREADS = min(16, 2 * (os.cpu_count() or 1))  # that look for shards, and index them
 _SKIPPED = re.compile(r"__[^/]*__($|/)")  # webdataset's metadata, as in its tar_file_iterator
 _PLAIN = re.compile(rb"((?:.*/|)[^.]+)[.][^/]*$")  # a key and an extension, as in its base_plus_ext
 
@@ -120,10 +121,9 @@ class Index:
 
 
 def default_cache() -> Path:
-    """The folder that contains each user's own folder of indexes.
+    """The folder with each user's own folder of indexes: ``$MIDEPOCH_CACHE``, or one in the system's cache folder.
 
-    It is ``$MIDEPOCH_CACHE``, or ``midepoch`` in the system's cache folder (``$XDG_CACHE_HOME``, ``~/.cache``), or, for
-    a user without a home, in the folder of temporary files.
+    For a user without a home, one in the folder of temporary files.
     """
     own = os.environ.get("MIDEPOCH_CACHE")
     if own:
@@ -323,7 +323,7 @@ def build_index(
         SourceError: a shard cannot be read, and the handler does not continue.
     """
     shards: list[Shard] = []
-    with ThreadPoolExecutor(max_workers=_threads()) as pool:
+    with ThreadPoolExecutor(max_workers=_THREADS) as pool:
         found = list(pool.map(_try_locate, urls))
     for url, place in zip(urls, found, strict=True):
         if isinstance(place, str):
@@ -343,15 +343,11 @@ def build_index(
         total=sum(shard.size for shard in shards), desc=f"midepoch: indexing {len(shards)} shards", unit="B",
         unit_scale=True, delay=_PATIENCE, disable=None if progress is None else not progress,
     )  # fmt: skip
-    with bar, ThreadPoolExecutor(max_workers=_threads()) as pool:
+    with bar, ThreadPoolExecutor(max_workers=_THREADS) as pool:
         for index in pool.map(get, shards):  # which cancels the others if one fails
             bar.update(index.shard.size)
             indexes.append(index)
     return Index(indexes)
-
-
-def _threads() -> int:
-    return min(16, 2 * (os.cpu_count() or 1))
 
 
 def _try_locate(url: str) -> Shard | str | OSError:

@@ -46,7 +46,7 @@ class IndexedAdapter(Adapter):
         self._counted = self._limit is not None and self._limit.units is not None
         self._reader = IndexedReader(index, self._order, pipeline, keys, options.streams)
         self._finish = Finish(pipeline, options.streams)
-        self._server = Server(pipeline.reads_in, options)
+        self._server = Server(pipeline.loader, options)
         self._opened: tuple[int, int] | None = None  # epoch and size of the open session
 
     @classmethod

@@ -69,12 +69,12 @@ class Pipeline:
         drop_last: whether a last batch that is not full is left out.
         limit: the length of an epoch, or None for one pass.
         seed: of a shuffle stage, or None.
-        loader: the DataLoader whose workers read, or None.
+        loader: the DataLoader whose processes read: the user's, otherwise one without workers.
         dataset: the value for `get_worker_info().dataset`.
     """
 
     dataset: Any
-    loader: DataLoader[Any] | None = None
+    loader: Any = None
     urls: list[str] = field(default_factory=list)
     splits: bool = False
     shuffles: bool = False
@@ -111,14 +111,9 @@ class Pipeline:
             )
 
     @property
-    def reads_in(self) -> DataLoader[Any]:
-        """The DataLoader whose processes read: the user's, otherwise one without workers."""
-        return DataLoader(self.dataset, batch_size=None) if self.loader is None else self.loader
-
-    @property
     def workers(self) -> int:
         """The number of processes of a rank that read."""
-        return 1 if self.loader is None else max(1, self.loader.num_workers)
+        return max(1, int(self.loader.num_workers))
 
     @property
     def stages(self) -> list[Stage]:
@@ -134,11 +129,13 @@ def run_stages(stages: Iterable[Stage], values: Iterable[Any]) -> list[Any]:
     return list(stream)
 
 
+@dataclass(frozen=True, eq=False)
 class Batched:
     """A stage that collects samples into a batch, as webdataset or a DataLoader does."""
 
-    def __init__(self, size: int, collate: Callable[[Any], Any] | None, drop_last: bool) -> None:
-        self.size, self.collate, self.drop_last = size, collate, drop_last
+    size: int
+    collate: Callable[[Any], Any] | None
+    drop_last: bool
 
     def __call__(self, samples: Iterable[Any]) -> Iterator[Any]:
         """Batches of these samples."""
@@ -146,11 +143,11 @@ class Batched:
         return private.BATCHED(samples, self.size, self.collate, True)  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True, eq=False)
 class Each:
     """Applies a DataLoader's collate function to each item, as a DataLoader without batches does."""
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        self.function = function
+    function: Callable[[Any], Any]
 
     def __call__(self, items: Iterable[Any]) -> Iterator[Any]:
         """What the function makes of each."""
@@ -207,6 +204,8 @@ def recognise(source: Any) -> Pipeline:
     steps = _take_shards(steps, found)
     steps = _take_reading(steps, found)
     _take_samples(steps, found)
+    if found.loader is None:
+        found.loader = DataLoader(found.dataset, batch_size=None)
     return found
 
 

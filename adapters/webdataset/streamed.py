@@ -74,7 +74,7 @@ class StreamedAdapter(Adapter):
         refill = bool(options.settings.get("refill", False))
         self._reader = StreamedReader(pipeline, keys, self._layout, options.streams, refill)
         self._finish = Finish(pipeline, options.streams)
-        self._server = Server(pipeline.reads_in, options)
+        self._server = Server(pipeline.loader, options)
 
     @classmethod
     def recognises(cls, source: object) -> bool:
