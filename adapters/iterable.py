@@ -18,7 +18,7 @@ from midepoch.reading.around import loaders_in
 from midepoch.reading.indexed import MapReader, Samples, map_requests, unchanged
 from midepoch.reading.iterables import IterableAdapter
 from midepoch.reading.private import is_iterator
-from midepoch.reading.sessions import IteratorSession
+from midepoch.reading.sessions import IteratorSession, unwrapped
 from midepoch.samplers import length_of
 from midepoch.world import World
 
@@ -84,7 +84,8 @@ class SequenceAdapter(Adapter):
     def open(self, run: Run) -> Session:
         """Items from the position on."""
         order = Sequential(len(self.source)).epoch(run.seed, run.epoch)
-        return IteratorSession(map(self._reader, map_requests(run, order, unchanged(self.source, len(self.source)))))
+        requests = map_requests(run, order, unchanged(self.source, len(self.source)))
+        return IteratorSession(unwrapped(map(self._reader, requests), run.reports.append))
 
     def samples(self, seed: int, epoch: int) -> Samples:
         """The items, in order."""

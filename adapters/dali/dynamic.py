@@ -138,8 +138,6 @@ class DynamicAdapter(CheckpointedAdapter):
 class _DynamicSession(CheckpointedSession):
     """DALI waits for the reader to say where it is, so that it is asked only when somebody asks for a state."""
 
-    bookmarks = False
-
     def take(self) -> Any:
         """The next batch, with DALI's default generator under its stream."""
         batch, live = super().take(), self._live

@@ -159,7 +159,8 @@ class _SampledSession(Session):
         if not self._begun:
             self._stream.move_to(self._run, self._adapter._order)
             self._begun = True
-            self.seen = self._adapter.look(self._run)
+            if (seen := self._adapter.look(self._run)) is not None:
+                self._run.reports.append(seen)
         try:
             batch = self._stream.take()
         except Exception as error:

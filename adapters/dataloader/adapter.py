@@ -24,7 +24,7 @@ from midepoch.order.keys import derive_key
 from midepoch.reading.indexed import MapReader, Samples, map_requests, unchanged
 from midepoch.reading.iterables import IterableLoaderAdapter
 from midepoch.reading.private import iterates_as_torch
-from midepoch.reading.sessions import IteratorSession
+from midepoch.reading.sessions import IteratorSession, unwrapped
 from midepoch.reading.workers import Server
 from midepoch.samplers import MaterializedOrder, SamplerSpec, interpret_sampler, length_of
 from midepoch.sharding import check_sharding
@@ -301,6 +301,7 @@ class MapDataLoaderAdapter(Adapter):
         indices = order.epoch(run.seed, run.epoch) if listed is None else listed
         requests = map_requests(run, indices, unchanged(self.source.dataset, self._length), self._listed_batches)
         answers, close = self._server(self._reader, requests, run)
+        answers = unwrapped(answers, run.reports.append)
         if listed is None:
             return IteratorSession(answers, close=close)
         return IteratorSession(answers, f"{_OF_THIS}{listed.crc}", f"{_OF_LAST}{listed.crc}", close, listed.error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 import zlib
@@ -18,7 +19,7 @@ from midepoch.adapters.ffcv.pipeline import StepGraph, build_graph, chains, draw
 from midepoch.adapters.ffcv.private import FROM_THE_FILE, check_loader, parts
 from midepoch.errors import SourceError, UnsupportedSourceError
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session, WitnessReport
+from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import EpochOrder, Order, Sequential, Shuffled, Windowed
 from midepoch.order.keys import derive_key, derive_keys, extend_key
@@ -172,12 +173,13 @@ class FFCVAdapter(Adapter):
         work = Work(self.source, self._graph, self._file, run.epoch, copies, self._streams)
         return Reading(work, _requests(run, order, self._draws), share.steps, self._look(run, order))
 
-    def _look(self, run: Run, order: EpochOrder) -> Callable[[], WitnessReport] | None:
+    def _look(self, run: Run, order: EpochOrder) -> Callable[[], None] | None:
         reader = self.source.reader
         request = WitnessRequest.of(run, int(order[0:1][0])) if run.looks and len(order) else None
         if request is None:
             return None
-        return lambda: seen_as_stored(request, int(reader.num_samples), lambda sample: beton.stored(reader, sample))
+        size, stored = int(reader.num_samples), functools.partial(beton.stored, reader)
+        return lambda: run.reports.append(seen_as_stored(request, size, stored))
 
     def _graph(self) -> StepGraph:
         """The steps: of the current operations with recompile=True, otherwise of those in the first epoch."""

@@ -25,7 +25,7 @@ from midepoch.adapters.ffcv.pages import Pages
 from midepoch.adapters.ffcv.pipeline import Batch, Damage, Step, StepGraph
 from midepoch.adapters.ffcv.private import parts
 from midepoch.errors import MidepochError, SourceError
-from midepoch.loader.adapter import Session, WitnessReport
+from midepoch.loader.adapter import Session
 from midepoch.randomness.streams import Streams
 
 __all__ = ["Reading", "Request", "Work"]
@@ -84,7 +84,7 @@ class Reading(Session):
     """
 
     def __init__(
-        self, work: Work, requests: Iterator[Request], count: int, look: Callable[[], WitnessReport] | None = None
+        self, work: Work, requests: Iterator[Request], count: int, look: Callable[[], None] | None = None
     ) -> None:
         self._work, self._count, self._look = work, count, look
         self._production = _Production(work, requests)
@@ -102,7 +102,7 @@ class Reading(Session):
             self._thread = threading.Thread(target=production.run, name=_NAME, daemon=True)
             self._thread.start()
             if self._look is not None:
-                self.seen = self._look()  # while the thread reads, or compiles
+                self._look()  # while the thread reads, or compiles
         ready = production.next()
         if ready is _END:
             self._ended = True

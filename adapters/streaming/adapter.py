@@ -9,6 +9,7 @@ batch size is guessed from the first field.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import weakref
@@ -30,7 +31,7 @@ from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.collating import draws_nothing
 from midepoch.reading.private import alive, keep_iterator, kept_iterator, shut_down
-from midepoch.reading.sessions import FirstBatch, SeeingSession
+from midepoch.reading.sessions import FirstBatch, unwrapped
 from midepoch.reading.workers import WorkerAnswers, raise_if_worker_died, workers_outlive_signals
 from midepoch.world import World
 
@@ -523,17 +524,16 @@ class _KeyedPass(_CheckedPass):
         return samples
 
 
-class _StreamingSession(SeeingSession):
+class _StreamingSession(Session):
     """This rank's batches, without the first `back`. A dataset has one session at a time, as Streaming requires."""
 
     def __init__(
         self, loader: DataLoader[Any], iterator: Iterator[Any], detail: str, reads: _CheckedPass, back: int, run: Run
     ) -> None:
-        super().__init__()
         # torch's own iterator, without Streaming's guess of the number of samples in a batch.
         self._loader, self._detail, self._reads = loader, detail, reads
         self._answers = WorkerAnswers(iterator, _raise_for_worker)
-        self._batches, self._run = self.unwrapped(self._answers), run
+        self._batches = unwrapped(self._answers, functools.partial(_report, run, reads.stored))
         self.failed = False  # whether a worker that may be persistent has failed
         self._began, self._back = False, back
         self._reading: Any = None  # Streaming's own record of a pass in this process
@@ -566,14 +566,6 @@ class _StreamingSession(SeeingSession):
         finally:
             self._reads.end()
 
-    @property
-    def seen(self) -> WitnessReport | None:  # type: ignore[override]
-        """What the process that read the first batch saw of the data."""
-        seen, stored = super().seen, self._reads.stored
-        if seen is None or stored is None or not self._run.looks:
-            return None
-        return stored.compared(seen, self._run.expects)
-
     def detail(self, bookmark: Any) -> str:
         """The parameters of the order."""
         return self._detail
@@ -600,6 +592,12 @@ class _StreamingSession(SeeingSession):
     def _end_threads(self) -> None:
         if self._reading is not None:
             private.end_pass(self._loader.dataset, self._reading)
+
+
+def _report(run: Run, stored: Stored | None, seen: WitnessReport) -> None:
+    """Take over what the process that read the first batch saw of the data."""
+    if stored is not None and run.looks:
+        run.reports.append(stored.compared(seen, run.expects))
 
 
 _sessions: weakref.WeakValueDictionary[tuple[int, int], _StreamingSession] = weakref.WeakValueDictionary()

@@ -17,7 +17,7 @@ from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities
 from midepoch.loader.place import Place
 from midepoch.reading.indexed import spans
-from midepoch.reading.sessions import SeeingSession
+from midepoch.reading.sessions import unwrapped
 from midepoch.reading.workers import Server
 from midepoch.world import Share, World
 
@@ -151,6 +151,7 @@ class IndexedAdapter(Adapter):
         detail = _counted_detail(base, share.size) if self._counted else ""
         after = _counted_detail(base + share.size, self._full_size(run.world) or 0) if self._counted else ""
         self._finish.begin_pass()
+        answers = unwrapped(answers, run.reports.append)
         return _IndexedSession(answers, close, self._finish, share, (detail, after))
 
     def close(self) -> None:
@@ -184,9 +185,7 @@ def _parse_counted(detail: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-class _IndexedSession(SeeingSession):
-    bookmarks = True
-
+class _IndexedSession(Session):
     def __init__(
         self,
         answers: Iterator[Any],
@@ -195,8 +194,7 @@ class _IndexedSession(SeeingSession):
         share: Share,
         details: tuple[str, str],
     ) -> None:
-        super().__init__()
-        self._answers, self._close, self._finish = self.unwrapped(answers), close, finish
+        self._answers, self._close, self._finish = answers, close, finish
         self._share, self._details = share, details
         self._taken = self._passed_over = 0
 
@@ -226,7 +224,7 @@ class _IndexedSession(SeeingSession):
         return reached - self._taken * share.global_batch
 
     @property
-    def varies(self) -> bool:
+    def varies(self) -> bool:  # type: ignore[override]
         """Whether steps were skipped."""
         return self._passed_over > 0
 

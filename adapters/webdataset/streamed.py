@@ -229,14 +229,12 @@ class StreamedAdapter(Adapter):
             left = -(-max(0, size - run.position) // world.world_size)
         own = range((place.following + world.rank) % world.world_size, streams, world.world_size)
         cursors = {stream: place.cursors.get(stream, Cursor(run.epoch)) for stream in own}
-        others = any(cursor.passes == run.epoch for stream, cursor in place.cursors.items() if stream not in cursors)
         place = Cursors(streams, place.following, size, cursors)
         requests = _requests(run, place, run.epoch if limit is None else None, left)
         answers, close = self._server(self._reader, requests, run)
         self._finish.begin_pass()
         following = self._beginning(streams) if limit is None else None
         session = _StreamedSession(answers, close, self._finish, world, place, left, following)
-        session.others_go_on = limit is None and others
         session.verify = self.options.verify
         return session
 
@@ -296,7 +294,6 @@ class _StreamedSession(Session):
         verify: what to do if the shard in which a stream begins is another than when the cursor was made.
     """
 
-    bookmarks = True
     verify: Verify = "off"
 
     def __init__(

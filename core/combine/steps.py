@@ -121,8 +121,6 @@ class Mixture:
 class _CombinedSession(Session):
     """A session that hands out the steps of a mixture."""
 
-    bookmarks = True
-
     def __init__(self, mixture: Mixture, run: Run) -> None:
         self._mixture, self._epoch, self._step = mixture, run.epoch, run.position
         self._ended = [mixture.has_ended(number) for number in range(len(mixture.parts))]

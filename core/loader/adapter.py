@@ -119,6 +119,7 @@ class Run:
         detail: the detail of a state at this place.
         looks: how often to look at the first sample of the epoch: 0, 1, or 2 to try whether it stays the same.
         expects: the witness of a loaded state, to be compared.
+        reports: whoever looks adds what it saw, before the first batch is handed out.
         session: a random number, different for each session in any process. Readers tell sessions apart by it.
     """
 
@@ -131,6 +132,7 @@ class Run:
     detail: str
     looks: int = 0
     expects: Witness | None = None
+    reports: list[WitnessReport] = field(default_factory=list, compare=False)
     session: int = field(default_factory=functools.partial(random.SystemRandom().getrandbits, 62))
 
 
@@ -225,42 +227,19 @@ class Session:
     Attributes:
         take: returns the next batch; raises StopIteration at the end, each time it is called. Every batch passes
             here, so `take` may be an attribute that holds an iterator's own ``__next__``.
-        bookmarks: the loader calls `bookmark` before each batch. Set it where `detail` is neither constant nor
-            computed.
+        bookmark: returns a snapshot of the current position, in any form that `detail` accepts; raises StateError if
+            the source cannot say. None, where `detail` is constant or computed. If `Facts.remembers`, the loader calls
+            it before each batch, so it takes microseconds.
         position_correction: to the position that follows from the number of batches. Only reading tells it: it is
-            positive after steps that had no batch, negative after a short last global batch. Only sessions with
-            `bookmarks` use it.
-        others_go_on: in an epoch of unknown length, this rank has no batches left but another rank has.
-        varies: the session may end before all batches of its share.
-        raises: the source's own error, which follows the session's batches in place of its end.
-        seen: what its reader saw of the samples that the run asked to look at; known once the first batch is taken.
+            positive after steps that had no batch, negative after a short last global batch. Only sessions with a
+            `bookmark` use it.
+        varies: only reading tells how many batches there are, even where the source has a length.
     """
 
     take: Callable[[], Any]
-    seen: WitnessReport | None = None
-    bookmarks: bool = False
+    bookmark: Callable[[], Any] | None = None
     position_correction: int = 0
-    others_go_on: bool = False
-
-    @property
-    def varies(self) -> bool:
-        """Whether only reading can tell how many batches there are, even where the source has a length."""
-        return False
-
-    @property
-    def raises(self) -> Exception | None:
-        """None for most."""
-        return None
-
-    def bookmark(self) -> Any:
-        """A snapshot of the current position, in any form that `detail` accepts.
-
-        It takes microseconds if `bookmarks` is set.
-
-        Raises:
-            StateError: the source cannot say.
-        """
-        return None
+    varies: bool = False
 
     def detail(self, bookmark: Any) -> str:
         """The adapter's own part of a state at `bookmark`, which is None at the session's beginning.

@@ -331,7 +331,7 @@ class Progress:
             session = self._then.around(session, run, adapter)
         if before is None:
             before = Place(place.epoch, place.position, detail)
-        bookmarks = self.options.remember > 0 and not adapter.facts.remembers
+        bookmarks = self.options.remember > 0 or adapter.facts.remembers
         self.reading = Reading(
             session, run, adapter.units_per_step(world), before, bookmarks, resumed=self.loaded is not None
         )
@@ -380,7 +380,7 @@ class Progress:
             raise StopIteration
         reading = self.reading
         assert reading is not None  # `open` has made it
-        bookmark = reading.session.bookmark() if reading.steps else None
+        bookmark = reading.bookmark_now() if reading.steps else None
         try:
             batch = reading.take()
             if not reading.steps:
@@ -558,13 +558,14 @@ class Progress:
             return
         self.suspend(bookmark)
         this.reading = None
-        if error is reading.session.raises:  # it ends the pass, as in a plain one
+        share, own = reading.run.share, isinstance(error, Exception) and not isinstance(error, MidepochError)
+        if own and share is not None and reading.steps == share.steps:  # behind the last batch, as in a plain pass
             self.new_epoch = True
             self._end(this)
         elif self._passes_over(error):
             # A worker's error has its whole traceback in its message; the last line says what it was.
             self.failed.append(str(error).strip().rpartition("\n")[2] or type(error).__name__)
-        elif not self.adapter.jumps and isinstance(error, Exception) and not isinstance(error, MidepochError):
+        elif own and not self.adapter.jumps:
             self._warn_of_stuck()
 
     def source_ended(self, this: Pass, reading: Reading) -> bool:
@@ -572,16 +573,15 @@ class Progress:
         if reading is not self.reading:
             return False
         this.reading = None
-        session, epoch = reading.session, reading.run.epoch
+        session, run = reading.session, reading.run
         resumed = not reading.steps and reading.run.position > 0
         reading.correct()
         if reading.last_step is not None:
-            share = reading.run.share
-            if share is not None and reading.steps < share.steps and not session.varies:
+            if run.share is not None and reading.steps < run.share.steps and not session.varies:
                 self.suspend()
                 raise SourceError(
-                    f"the source ended after {reading.steps} of the {share.steps} batches that were left: correct its "
-                    "__len__, or find where its code raises StopIteration"
+                    f"the source ended after {reading.steps} of the {run.share.steps} batches that were left: correct "
+                    "its __len__, or find where its code raises StopIteration"
                 ) from None
             # An empty epoch, a rank without a part of the last global batch, or last steps without batches.
             continues = resumed and session.position_correction > 0
@@ -593,18 +593,18 @@ class Progress:
             self.spent = None
             reading.close()
             return True
-        before = sum(each == epoch - 1 for _, each, _, _ in self.history)
+        before = sum(each == run.epoch - 1 for _, each, _, _ in self.history)
         if reading.position == 0 and before and not self.adapter.facts.drop_last:  # which may have left out all of it
             self.suspend()
             self._end(this)
             raise SourceError(
-                f"the source was empty in epoch {epoch}, after {before} batches in the last one: "
+                f"the source was empty in epoch {run.epoch}, after {before} batches in the last one: "
                 "it can be iterated only once; wrap a function that makes it, as in midepoch.wrap(lambda: make_it())"
             ) from None
         self._unknown_length_ended(reading, resumed)
         if resumed and self.body is not None:
             self._log_empty()
-        elif resumed and not (session.others_go_on or self.ends_early):
+        elif resumed and not self.ends_early and (run.tail != "uneven" or run.world.world_size == 1):
             return True
         self.ends_early = False
         self._end(this)

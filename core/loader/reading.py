@@ -43,7 +43,7 @@ class Reading:
         self.last_step = None if share is None else share.global_steps
         self.share = None if session.varies else share
         self.peeked: list[tuple[Any, Any]] = []
-        self.bookmarks = session.bookmarks or bookmarks
+        self.bookmarks = bookmarks and session.bookmark is not None
         self._global_batch = global_batch
         self._micro = share if isinstance(share, MicroShare) else None  # if several batches make a global one
         self._corrects = self.bookmarks or self._micro is not None
@@ -62,7 +62,11 @@ class Reading:
 
     def bookmark(self) -> Any:
         """The session's bookmark, if it must be asked for one before each batch."""
-        return self.session.bookmark() if self.bookmarks and self.steps else None
+        return self.bookmark_now() if self.bookmarks and self.steps else None
+
+    def bookmark_now(self) -> Any:
+        """The session's bookmark, whatever it costs."""
+        return None if self.session.bookmark is None else self.session.bookmark()
 
     def count(self, history: History, bookmark: Any) -> None:
         """Count a batch that was handed out. `bookmark`: the session's bookmark from before it."""
@@ -92,7 +96,7 @@ class Reading:
         if not self.steps:
             return self.before
         if bookmark is None:
-            bookmark = self.peeked[0][1] if self.peeked else self.session.bookmark()
+            bookmark = self.peeked[0][1] if self.peeked else self.bookmark_now()
         return Place(self.run.epoch, self.position, self.session.detail(bookmark))
 
     def close(self) -> None:

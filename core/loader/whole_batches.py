@@ -18,7 +18,7 @@ from ..order.keys import derive_key, derive_keys
 from ..randomness.streams import Purpose, Streams
 from ..trying import CallTrial
 from ..world import MicroShare
-from .adapter import Adapter, Options, Run, Session, WitnessReport
+from .adapter import Adapter, Options, Run, Session
 
 __all__ = ["Then"]
 
@@ -59,7 +59,7 @@ class _WholeBatches(Session):
     """
 
     def __init__(self, then: Then, inner: Session, run: Run, adapter: Adapter) -> None:
-        self.bookmarks = inner.bookmarks
+        self.bookmark = None if inner.bookmark is None else self._bookmark
         self._then, self._function, self._streams = then, then.function, then.streams
         self._inner, self._take = inner, inner.take
         self._run, self._adapter = run, adapter
@@ -74,7 +74,6 @@ class _WholeBatches(Session):
         self._keys: dict[int, int] = {}  # by position
         self._made = 0
         self._correction_before = 0  # of the sessions before `inner`
-        self._seen: WitnessReport | None = None
         self._failed = False
 
     # --- the inner session's answers ---
@@ -85,31 +84,17 @@ class _WholeBatches(Session):
         return self._correction_before + self._inner.position_correction
 
     @property
-    def others_go_on(self) -> bool:  # type: ignore[override]
-        """The inner session's."""
-        return self._inner.others_go_on
-
-    @property
-    def seen(self) -> WitnessReport | None:  # type: ignore[override]
-        """The inner session's."""
-        return self._seen or self._inner.seen
-
-    @property
-    def varies(self) -> bool:
+    def varies(self) -> bool:  # type: ignore[override]
         """The inner session's."""
         return self._inner.varies
 
-    @property
-    def raises(self) -> Exception | None:
-        """The inner session's."""
-        return self._inner.raises
-
-    def bookmark(self) -> Any:
+    def _bookmark(self) -> Any:
         """The inner session and its bookmark."""
         if self._failed and not self._adapter.facts.remembers:
             raise StateError(
                 "then= failed for a batch, and the source's state is already past it: load an older state to continue"
             )
+        assert self._inner.bookmark is not None  # as of each session of this source
         return self._inner, self._inner.bookmark()
 
     def detail(self, bookmark: Any) -> str:
@@ -138,7 +123,7 @@ class _WholeBatches(Session):
         if not made:
             streams.begin_pass(rest=derive_key(Purpose.REST, self._run.seed, self._run.epoch))
         bookmark, correction = None, inner.position_correction
-        if self._rereads and self.bookmarks and made:
+        if self._rereads and made and inner.bookmark is not None:
             bookmark = inner.bookmark()
         batch = self._take()
         at = self._run.position + made * self._global_batch + self._correction_before + correction
@@ -195,7 +180,7 @@ class _WholeBatches(Session):
         """
         run, adapter, inner = self._run, self._adapter, self._inner
         detail = inner.detail(bookmark) if self._made else run.detail
-        self._seen, self._failed = self.seen, False
+        self._failed = False
         self._correction_before = at - run.position - self._made * self._global_batch
         inner.close()
         share = adapter.share(run.seed, run.epoch, at, run.world, detail)

@@ -75,9 +75,10 @@ class Witnesses:
         Raises:
             StateMismatchError: the data differ from those that the state was saved with.
         """
-        seen, epoch = reading.session.seen, reading.run.epoch
-        if seen is None:
+        epoch = reading.run.epoch
+        if not reading.run.reports:
             return
+        (seen,) = reading.run.reports
         if self.expected is not None:
             _compare(self.expected, seen, epoch, self._options.verify)
             self.expected = None

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..errors import SourceError, UnsupportedSourceError
-from ..loader.adapter import Adapter, Run, Session, WitnessReport
+from ..loader.adapter import Adapter, Run, Session
 from ..loader.capabilities import Capabilities
 from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
@@ -233,9 +233,9 @@ class _AroundSession(Session):
 
     def __init__(self, around: Around, inner: Session, run: Run, adapter: Adapter) -> None:
         self._around, self._inner, self._run = around, inner, run
-        # An error behind the last batch changes how many batches are expected, of which only bookmarks tell.
-        self.bookmarks = inner.bookmarks or adapter.facts.remembers
-        self._keeps = inner.bookmarks or not adapter.facts.remembers
+        self._remembers = adapter.facts.remembers
+        self._marked = inner.bookmark is not None and self._remembers  # before each batch
+        self._keeps = self._marked or not self._remembers
         # By a batch's number: the bookmark and position_correction from before it.
         self._kept: dict[int, tuple[Any, int]] = {}
         self._steps = None if run.share is None else run.share.steps
@@ -266,24 +266,9 @@ class _AroundSession(Session):
     # --- the inner session's answers ---
 
     @property
-    def seen(self) -> WitnessReport | None:  # type: ignore[override]
-        """The inner session's."""
-        return self._inner.seen
-
-    @property
-    def others_go_on(self) -> bool:  # type: ignore[override]
-        """The inner session's."""
-        return self._inner.others_go_on
-
-    @property
-    def varies(self) -> bool:
+    def varies(self) -> bool:  # type: ignore[override]
         """The inner session's, and where an error of the object's own follows its last batch."""
         return self._late is not None or self._inner.varies
-
-    @property
-    def raises(self) -> Exception | None:
-        """That error, or the inner session's."""
-        return self._late or self._inner.raises
 
     @property
     def position_correction(self) -> int:  # type: ignore[override]
@@ -291,14 +276,17 @@ class _AroundSession(Session):
         if self._handed in self._kept:
             return self._kept[self._handed][1]
         share = self._run.share
-        if self._late is None or self._inner.bookmarks or share is None:
+        if self._late is None or self._marked or share is None:
             return self._inner.position_correction
         moved = self._handed * self._global_batch if self._micro is None else self._micro.moved(self._handed)
         return min(0, share.size - self._run.position - moved)  # by which the last batch was short
 
     def bookmark(self) -> Any:
         """The inner session's, before the batch that is to be handed out."""
-        return self._kept[self._handed][0] if self._handed in self._kept else self._inner.bookmark()
+        return self._kept[self._handed][0] if self._handed in self._kept else self._bookmark_inside()
+
+    def _bookmark_inside(self) -> Any:
+        return None if self._inner.bookmark is None else self._inner.bookmark()
 
     def detail(self, bookmark: Any) -> str:
         """The inner session's."""
@@ -334,7 +322,7 @@ class _AroundSession(Session):
         self._watch()
         if self._handed == self._steps and not self._inner.varies:
             self._end = self._see_end()
-            if self._end is self._broken or (self._late is not None and not self.bookmarks):
+            if self._end is self._broken or (self._late is not None and not self._remembers):
                 raise self._end
         return batch
 
@@ -379,7 +367,7 @@ class _AroundSession(Session):
         if self._ready or self._inside_ended or self._error is not None:
             return
         if self._keeps:
-            self._kept[self._asked] = self._inner.bookmark() if self._asked else None, self._inner.position_correction
+            self._kept[self._asked] = self._bookmark_inside() if self._asked else None, self._inner.position_correction
         try:
             self._ready.append(self._inner.take())
         except StopIteration:
@@ -423,7 +411,7 @@ class _AroundSession(Session):
         ahead = self._asked - self._handed
         if self._ahead is None:
             self._ahead = ahead
-            self._keeps = self._inner.bookmarks or (self._keeps and ahead > 0)
+            self._keeps = self._marked or (self._keeps and ahead > 0)
         if ahead != self._ahead:
             self._fetch()  # it may know by their number that there are no more
         at_end = self._inside_ended or self._error is not None

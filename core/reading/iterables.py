@@ -490,7 +490,7 @@ class _DrivenSession(Session):
         self._close, self._detail = close, detail
         self._replay: Session | None = None
         self._next, self._take_over = answers.__next__, take_over
-        self.bookmarks = take_over is not None
+        self.bookmark = None if take_over is None else self._bookmark
         self.take = self._next if take_over is None else self._take
 
     def _take(self) -> Any:
@@ -503,7 +503,7 @@ class _DrivenSession(Session):
         return self._next()
 
     @property
-    def varies(self) -> bool:
+    def varies(self) -> bool:  # type: ignore[override]
         """Whether a replay has taken over."""
         return self._replay is not None
 
@@ -512,9 +512,8 @@ class _DrivenSession(Session):
         """That of the replay."""
         return 0 if self._replay is None else self._replay.position_correction
 
-    def bookmark(self) -> Any:
-        """That of the replay."""
-        return None if self._replay is None else self._replay.bookmark()
+    def _bookmark(self) -> Any:
+        return None if self._replay is None or self._replay.bookmark is None else self._replay.bookmark()
 
     def detail(self, bookmark: Any) -> str:
         """The draws of a sample, and the CRC of the lists; that of the replay, once it has taken over."""

@@ -16,8 +16,6 @@ __all__ = ["OwnStreamsSession", "SharedStreamSession"]
 class _ReplaySession(Session):
     """A session whose bookmark is the digest of what was consumed."""
 
-    bookmarks = True
-
     def __init__(
         self, answers: Iterator[Replayed], close: Callable[[], None], learn: Callable[[Replayed], None], prefix: str
     ) -> None:
@@ -51,14 +49,9 @@ class SharedStreamSession(_ReplaySession):
     _late: Exception | None = None
 
     @property
-    def varies(self) -> bool:
+    def varies(self) -> bool:  # type: ignore[override]
         """Where it ends by an error of its own, after as many batches as its length says."""
         return self._late is not None
-
-    @property
-    def raises(self) -> Exception | None:
-        """That error."""
-        return self._late
 
     def take(self) -> Any:
         """The next batch."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
@@ -13,34 +12,30 @@ import torch
 
 from ..loader.adapter import Run, Session, WitnessReport
 
-__all__ = ["FirstBatch", "IteratorSession", "SeeingSession", "WitnessRequest"]
+__all__ = ["FirstBatch", "IteratorSession", "WitnessRequest", "unwrapped"]
 
 
-class SeeingSession(Session):
-    """A session whose first answer may be a `FirstBatch`."""
+def unwrapped(answers: Iterator[Any], report: Callable[[WitnessReport], None]) -> Iterator[Any]:
+    """The answers, the first of which may be a `FirstBatch`: of that the batch alone. `report` gets the rest.
 
-    def __init__(self) -> None:
-        self._seen: list[WitnessReport] = []
+    The iterator does not refer to a session: worker processes in a cycle would outlive a loader that is dropped. Nor is
+    it a generator: numpy's code, when it is called within one, leaves there what `except` is handling, and so would
+    keep the frames of whoever begins a pass in `except StopIteration`.
+    """
+    # What follows the first is there once that was given. A sample of the user's may raise StopIteration itself.
+    rest: list[Iterator[Any]] = []
 
-    def unwrapped(self, answers: Iterator[Any]) -> Iterator[Any]:
-        """The answers; of a `FirstBatch` the batch alone, while `seen` keeps the rest.
+    def begin(answer: Any) -> Any:
+        rest.append(answers)
+        if type(answer) is not FirstBatch:
+            return answer
+        report(answer.seen)
+        return answer.batch
 
-        The iterator does not refer to the session: worker processes in a cycle would outlive a loader that is dropped.
-        Nor is it a generator: numpy's code, when it is called within one, leaves there what `except` is handling, and
-        so would keep the frames of whoever begins a pass in `except StopIteration`.
-        """
-        # What follows the first is there once that was given. A sample of the user's may raise StopIteration itself.
-        rest: list[Iterator[Any]] = []
-        first = map(functools.partial(_unwrapped, self._seen, rest, answers), itertools.islice(answers, 1))
-        return itertools.chain.from_iterable(itertools.chain((first,), rest))
-
-    @property
-    def seen(self) -> WitnessReport | None:  # type: ignore[override]
-        """What the reader saw of the samples that the run asked to look at."""
-        return self._seen[0] if self._seen else None
+    return itertools.chain.from_iterable(itertools.chain((map(begin, itertools.islice(answers, 1)),), rest))
 
 
-class IteratorSession(SeeingSession):
+class IteratorSession(Session):
     """A session that hands out an iterator's batches as they are.
 
     Args:
@@ -59,16 +54,10 @@ class IteratorSession(SeeingSession):
         close: Callable[[], None] | None = None,
         error: Exception | None = None,
     ) -> None:
-        super().__init__()
         answers = answers if error is None else itertools.chain(answers, map(_raised, (error,)))
-        self.take = self.unwrapped(answers).__next__
+        self.take = answers.__next__
         self._detail, self._following = detail, following
-        self._close, self._error = close, error
-
-    @property
-    def raises(self) -> Exception | None:
-        """The sampler's own, if it ended by one."""
-        return self._error
+        self._close = close
 
     def detail(self, bookmark: Any) -> str:
         """The same throughout the epoch."""
@@ -84,14 +73,6 @@ class IteratorSession(SeeingSession):
         close, self._close = self._close, None
         if close is not None:
             close()
-
-
-def _unwrapped(seen: list[WitnessReport], rest: list[Iterator[Any]], answers: Iterator[Any], answer: Any) -> Any:
-    rest.append(answers)
-    if type(answer) is FirstBatch:
-        seen.append(answer.seen)
-        return answer.batch
-    return answer
 
 
 def _raised(error: Exception) -> NoReturn:

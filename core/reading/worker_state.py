@@ -299,8 +299,6 @@ class WorkerStateAdapter(Adapter):
 
 
 class _Session(Session):
-    bookmarks = True
-
     def __init__(
         self,
         answers: Iterator[Any],
