@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Iterator
@@ -140,7 +141,7 @@ def as_it_is(value: Any) -> Any:
 
 
 def _wrap(source: Any, rank: int, world_size: int, seed: int | None, **options: Any) -> Any:
-    return midepoch.wrap(source, seed=seed, world=midepoch.World(rank, world_size), **options)
+    return midepoch.wrap(source, **{"seed": seed, "world": midepoch.World(rank, world_size), **options})
 
 
 def map_shuffled(
@@ -152,67 +153,6 @@ def map_shuffled(
     else:
         loader = DataLoader(Samples(size, read_log), batch_size=batch_size, shuffle=True, num_workers=num_workers)
     return _wrap(loader, rank, world_size, seed, **options)
-
-
-def map_sequential_drop(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SIZE, read_log: str | None = None,
-) -> Any:  # fmt: skip
-    loader = DataLoader(Samples(size, read_log), batch_size=batch_size, drop_last=True, num_workers=num_workers)
-    return _wrap(loader, rank, world_size, seed, tail="drop")
-
-
-def map_subset(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SIZE, read_log: str | None = None,
-) -> Any:  # fmt: skip
-    subset = Subset(Samples(size + 2, read_log), range(size))
-    return _wrap(DataLoader(subset, batch_size, shuffle=True, num_workers=num_workers), rank, world_size, seed)
-
-
-def map_uneven(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SIZE, read_log: str | None = None,
-) -> Any:  # fmt: skip
-    return map_shuffled(rank, world_size, num_workers, batch_size, seed, size, read_log, tail="uneven")
-
-
-def map_listed(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SIZE, read_log: str | None = None,
-) -> Any:  # fmt: skip
-    sampler = SubsetRandomSampler(range(size))
-    loader = DataLoader(Samples(size, read_log), batch_size, sampler=sampler, num_workers=num_workers)
-    return _wrap(loader, rank, world_size, seed)
-
-
-def map_windowed(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SIZE, read_log: str | None = None,
-) -> Any:  # fmt: skip
-    sampler = midepoch.ResumableSampler(size, seed=seed or 0, shuffle=Windowed(size, block_size=2, window=4))
-    loader = DataLoader(Samples(size, read_log), batch_size, sampler=sampler, num_workers=num_workers)
-    return _wrap(loader, rank, world_size, seed)
-
-
-def map_distributed(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SIZE, read_log: str | None = None,
-) -> Any:  # fmt: skip
-    dataset = Samples(size, read_log)
-    sampler: Any = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True)
-    loader = DataLoader(dataset, batch_size, sampler=sampler, num_workers=num_workers)
-    return midepoch.wrap(loader, seed=seed)
-
-
-def map_left_alone(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, seed: int | None = SEED, size: int = SIZE,
-    read_log: str | None = None,
-) -> Any:  # fmt: skip
-    dataset = Samples(size, read_log)
-    sampler: Any = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True, seed=seed or 0)
-    loader = DataLoader(dataset, BATCH, sampler=sampler, num_workers=num_workers)
-    return _wrap(loader, rank, world_size, seed, shard=False)
 
 
 class InPlace(Sampler[int]):
@@ -227,31 +167,6 @@ class InPlace(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         random.shuffle(self.order)
         return iter(self.order)
-
-
-def map_remembering(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SIZE, read_log: str | None = None,
-) -> Any:  # fmt: skip
-    loader = DataLoader(Samples(size, read_log), batch_size, sampler=InPlace(size), num_workers=num_workers)
-    return _wrap(loader, rank, world_size, seed)
-
-
-def map_batch_sampler(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, seed: int | None = SEED, size: int = 7,
-    read_log: str | None = None,
-) -> Any:  # fmt: skip
-    groups = Groups(size)
-    loader = DataLoader(Samples(sum(groups.lengths), read_log), batch_sampler=groups, num_workers=num_workers)
-    return _wrap(loader, rank, world_size, seed)
-
-
-def map_single(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, seed: int | None = SEED, size: int = SIZE,
-    read_log: str | None = None,
-) -> Any:  # fmt: skip
-    loader = DataLoader(Samples(size, read_log), batch_size=None, shuffle=True, num_workers=num_workers)
-    return _wrap(loader, rank, world_size, seed)
 
 
 class Drawing:
@@ -297,30 +212,6 @@ class BeginsAgain:
             yield from self.sampler
 
 
-def map_wrapped(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SIZE, read_log: str | None = None,
-) -> Any:  # fmt: skip
-    keeps = KeepsWorkers(Samples(size, read_log), batch_size, shuffle=True, num_workers=num_workers)
-    return _wrap(Drawing(keeps), rank, world_size, seed, inside="loader")
-
-
-def exposing_in_loader(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SIZE, read_log: str | None = None,
-) -> Any:  # fmt: skip
-    loader = DataLoader(Exposing(size, read_log), batch_size, num_workers=num_workers)
-    return _wrap(loader, rank, world_size, seed)
-
-
-def exposing_generator_in_loader(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SIZE, read_log: str | None = None,
-) -> Any:  # fmt: skip
-    loader = DataLoader(ExposingGenerator(size, read_log), batch_size, num_workers=num_workers)
-    return _wrap(loader, rank, world_size, seed)
-
-
 def exposing_plain(
     rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: int = SIZE, read_log: str | None = None
 ) -> Any:
@@ -358,21 +249,6 @@ def generator_function(
     return _wrap(GeneratorFunction(size, items), rank, world_size, seed, shard=True)
 
 
-def stream_in_loader(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SIZE,
-) -> Any:  # fmt: skip
-    loader = DataLoader(Stream(size), batch_size, num_workers=num_workers)
-    return _wrap(loader, rank, world_size, seed, shard=True)
-
-
-def dividing_stream_in_loader(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, seed: int | None = SEED, size: int = SIZE
-) -> Any:
-    loader = DataLoader(Stream(size, rank, world_size, divides=True), BATCH, num_workers=num_workers)
-    return _wrap(loader, rank, world_size, seed, shard=False)
-
-
 class Carried:
     """A source with a state of its own, that is exact: batches of one rank, counted."""
 
@@ -402,3 +278,64 @@ class Carried:
 
 def carried(rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: int = SIZE) -> Any:
     return _wrap(Carried(size, rank, world_size), rank, world_size, seed)
+
+
+# --- a DataLoader, or what is around one ------------------------------------------------------------------------------
+
+
+def _arguments(kind: str, size: int, read_log: str | None, rank: int, world_size: int, seed: int) -> dict[str, Any]:
+    """Those of the DataLoader, but the size of a batch."""
+    samples, groups = Samples(size, read_log), Groups(size)
+    replicas = {"num_replicas": world_size, "rank": rank}
+    kinds: dict[str, dict[str, Any]] = {
+        "sequential": {"dataset": samples, "drop_last": True},
+        "subset": {"dataset": Subset(Samples(size + 2, read_log), range(size)), "shuffle": True},
+        "listed": {"dataset": samples, "sampler": SubsetRandomSampler(range(size))},
+        "windowed": {
+            "dataset": samples,
+            "sampler": midepoch.ResumableSampler(size, seed=seed, shuffle=Windowed(size, block_size=2, window=4)),
+        },
+        "distributed": {"dataset": samples, "sampler": DistributedSampler(samples, **replicas)},
+        "left alone": {"dataset": samples, "sampler": DistributedSampler(samples, **replicas, seed=seed)},
+        "remembering": {"dataset": samples, "sampler": InPlace(size)},
+        "batches": {"dataset": Samples(sum(groups.lengths), read_log), "batch_sampler": groups},
+        "single": {"dataset": samples, "shuffle": True, "batch_size": None},
+        "exposing": {"dataset": Exposing(size, read_log)},
+        "exposing by a generator": {"dataset": ExposingGenerator(size, read_log)},
+        "stream": {"dataset": Stream(size)},
+        "dividing stream": {"dataset": Stream(size, rank, world_size, divides=True)},
+    }
+    return kinds.get(kind, {"dataset": samples, "shuffle": True})
+
+
+def _in_loader(
+    kind: str, options: dict[str, Any], rank: int = 0, world_size: int = 1, num_workers: int = 0,
+    batch_size: int | None = BATCH, seed: int | None = SEED, size: int = SIZE, read_log: str | None = None,
+) -> Any:  # fmt: skip
+    arguments = _arguments(kind, size, read_log, rank, world_size, seed or 0)
+    if "batch_sampler" not in arguments:
+        arguments = {"batch_size": batch_size or BATCH, **arguments}
+    if kind == "wrapped":
+        return _wrap(Drawing(KeepsWorkers(**arguments, num_workers=num_workers)), rank, world_size, seed, **options)
+    return _wrap(DataLoader(**arguments, num_workers=num_workers), rank, world_size, seed, **options)
+
+
+def _of(kind: str, **options: Any) -> Any:
+    return functools.partial(_in_loader, kind, options)
+
+
+map_sequential_drop = _of("sequential", tail="drop")
+map_subset = _of("subset")
+map_uneven = _of("shuffled", tail="uneven")
+map_listed = _of("listed")
+map_windowed = _of("windowed")
+map_distributed = _of("distributed", world=None)
+map_left_alone = functools.partial(_of("left alone", shard=False), batch_size=None)  # None: which no law changes
+map_remembering = _of("remembering")
+map_batch_sampler = functools.partial(_of("batches"), batch_size=None, size=7)
+map_single = functools.partial(_of("single"), batch_size=None)
+map_wrapped = _of("wrapped", inside="loader")
+exposing_in_loader = _of("exposing")
+exposing_generator_in_loader = _of("exposing by a generator")
+stream_in_loader = _of("stream", shard=True)
+dividing_stream_in_loader = functools.partial(_of("dividing stream", shard=False), batch_size=None)

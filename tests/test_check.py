@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import html
-import importlib.util
 import inspect
 import io
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -536,76 +534,3 @@ def test_names_are_text_and_the_page_is_written_whole_or_not_at_all(tmp_path: Pa
     done = check("x[red]/red_mine.py:empty", "--report=x[red]/report[old].html", folder=tmp_path)
     assert done.returncode == 2 and (folder / "report[old].html").read_text() == "before"
     assert sorted(each.name for each in folder.iterdir() if each.suffix != "") == ["red_mine.py", "report[old].html"]
-
-
-# --- as a new user would ------------------------------------------------------------------------------------------
-
-
-USERS = """
-import numpy as np
-import torch
-from torch.utils.data import DataLoader, Sampler, TensorDataset
-import midepoch
-
-
-class Shuffled(Sampler):
-    def __init__(self, count):
-        self.count = count
-
-    def __len__(self):
-        return self.count
-
-    def __iter__(self):
-        return iter(np.random.default_rng({seed}).permutation(self.count).tolist())
-
-
-def make_loader(rank=0, world_size=1):
-    source = DataLoader(TensorDataset(torch.arange(24)), batch_size=4, sampler=Shuffled(24))
-    return midepoch.wrap(source, seed=0, world=midepoch.World(rank, world_size))
-"""
-
-
-@pytest.mark.long  # test_packaging installs the wheel, and runs the README from it
-def test_from_an_empty_folder(tmp_path: Path) -> None:
-    """Install the wheel, run the README, break a loader by a shuffle without a seed, find the fault, mend it."""
-    tree = tmp_path / "tree"
-    tree.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "core", "adapters"):
-        found = ROOT / name
-        (shutil.copytree if found.is_dir() else shutil.copy)(found, tree / name)
-    build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path), str(tree)]
-    subprocess.run(build, check=True, capture_output=True, timeout=120)
-    environment = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=120)
-    python = str(environment / "bin" / "python")
-    (wheel,) = tmp_path.glob("*.whl")
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*install, str(wheel)], check=True, capture_output=True, timeout=120)
-    # torch and typer from here, but not this midepoch: the links in a folder that is merely listed are not followed.
-    (site,) = environment.glob("lib/python3*/site-packages")
-    (site / "others.pth").write_text(str(Path(importlib.util.find_spec("typer").origin).parents[1]))  # type: ignore
-
-    folder = tmp_path / "mine"
-    folder.mkdir()
-
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
-        quiet = {**os.environ, "COLUMNS": "140"}
-        return subprocess.run([python, *command], cwd=folder, env=quiet, capture_output=True, text=True, timeout=300)
-
-    def check_mine() -> subprocess.CompletedProcess[str]:
-        few = ("--quick", "--epochs=1", "--world-sizes=1,2", "--laws=tail,next epoch,topology")
-        return run("-m", "midepoch", "check", "mine:make_loader", *few)
-
-    assert run("-c", "import midepoch; print(midepoch.__file__)").stdout.startswith(str(site))
-    readme = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    (folder / "readme.py").write_text(readme[0])
-    assert run("readme.py").returncode == 0
-
-    (folder / "mine.py").write_text(USERS.format(seed=""))
-    broken = check_mine()
-    assert broken.returncode == 1, broken.stdout + broken.stderr
-    assert "Shuffled does not repeat itself" in broken.stdout
-    assert re.search(r"drawn at +mine.py:\d+: return iter\(np.random", broken.stdout), broken.stdout
-    (folder / "mine.py").write_text(USERS.format(seed="7"))
-    mended = check_mine()
-    assert mended.returncode == 0, mended.stdout + mended.stderr

@@ -391,18 +391,6 @@ def test_before_its_first_commit_a_rank_that_joins_says_what_was_handed_out() ->
     assert joins.state_dict()["position"] == 12
 
 
-def test_the_last_batch_of_an_epoch_is_given_again() -> None:
-    loader = by_index(World())
-    each = iter(loader)
-    whole = [sources.plain(batch) for batch in each]
-    assert loader.epoch == 1
-    loader.seek(epoch=0, position=57)
-    assert [sources.plain(batch) for batch in loader] == whole[19:]
-    loader.rollback()
-    assert (loader.epoch, loader.position) == (0, 57)
-    assert [sources.plain(batch) for batch in loader] == whole[19:]
-
-
 @pytest.mark.parametrize("leads", ["rollback", "load", "seek"])
 def test_a_pass_goes_on_after_a_look_beyond_its_end(leads: str) -> None:
     whole = [sources.plain(batch) for batch in by_index(World())]
@@ -427,29 +415,6 @@ def test_a_pass_goes_on_after_a_look_beyond_its_end(leads: str) -> None:
     loader.rollback()  # of nothing: the pass has ended all the same
     assert next(each, None) is None
     assert sources.plain(next(iter(loader))) == following
-
-
-def test_a_later_epoch_ends_a_pass_that_has_given_its_last_batch() -> None:
-    loader = by_index(World())
-    each = iter(loader)
-    for _ in range(21):
-        next(each)
-    loader.set_epoch(2)
-    assert next(each, None) is None
-    assert loader.epoch == 2
-
-
-def test_a_pass_that_has_given_its_last_batch_ends_with_its_epoch_in_another_world() -> None:
-    loader = midepoch.wrap(DataLoader(range(10), batch_size=2), world=World(), tail="drop")  # type: ignore[arg-type]
-    each = iter(loader)
-    for _ in range(4):
-        next(each)
-    loader.commit()
-    next(each)
-    loader.reshard(World(1, 3))
-    loader.rollback()
-    assert list(each) == []
-    assert (loader.epoch, loader.position) == (1, 0)
 
 
 def test_a_rollback_leads_to_the_latest_commit_and_never_past_it() -> None:
@@ -534,46 +499,42 @@ def test_what_cannot_be_is_refused_with_the_loader_as_it_was() -> None:
         own.reshard(World(0, 3))
 
 
-def test_what_has_to_be_made_again_for_another_world_is_refused_with_the_loader_as_it_was() -> None:
+def built_for_its_rank() -> Loader:
     pytest.importorskip("grain", reason="Grain has wheels for some versions of Python only")
     import own_state_sources as own
 
-    loader, undisturbed = (midepoch.wrap(own.grain_elastic(0, 2), world=World(0, 2)) for _ in range(2))
-    each = iter(loader)
-    next(each)
-    with pytest.raises(UnsupportedSourceError, match="make it with ShardOptions"):
-        loader.reshard(World(0, 1))
-    assert [batch.tolist() for batch in each] == [batch.tolist() for batch in undisturbed][1:]
+    return midepoch.wrap(own.grain_elastic(0, 2), world=World(0, 2))
 
 
-def test_a_combination_of_uneven_parts_refuses_a_world_of_several_ranks_before_it_changes() -> None:
-    def combined() -> Loader:
-        part: Any = DataLoader(range(20), batch_size=2, shuffle=True)  # type: ignore[arg-type]
-        return midepoch.combine({"a": midepoch.wrap(part, seed=0, world=World(), tail="uneven")})
-
-    loader = combined()
-    each = iter(loader)
-    first = next(each)
-    with pytest.raises(UnsupportedSourceError, match=r"tail='uneven'.*tail='pad' or 'drop'"):
-        loader.reshard(World(0, 2))
-    assert digest([first, *each]) == digest(list(combined()))
+def of_an_uneven_part() -> Loader:
+    part: Any = DataLoader(range(20), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    return midepoch.combine({"a": midepoch.wrap(part, seed=0, world=World(), tail="uneven")})
 
 
-def test_a_combination_of_which_one_part_cannot_be_shared_anew_goes_on() -> None:
-    def combined() -> Loader:
-        indexed: Any = DataLoader(range(40), batch_size=2, shuffle=True)  # type: ignore[arg-type]
-        theirs: Any = DataLoader(range(40), batch_size=2, sampler=DistributedSampler(range(40), 2, 0))  # type: ignore[arg-type]
-        parts = {
-            name: midepoch.wrap(part, seed=0, world=World(0, 2)) for name, part in (("a", indexed), ("b", theirs))
-        }
-        return midepoch.combine(parts)
+def of_a_part_that_divides() -> Loader:
+    indexed: Any = DataLoader(range(40), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    theirs: Any = DataLoader(range(40), batch_size=2, sampler=DistributedSampler(range(40), 2, 0))  # type: ignore[arg-type]
+    parts = {"a": indexed, "b": theirs}
+    return midepoch.combine({name: midepoch.wrap(part, seed=0, world=World(0, 2)) for name, part in parts.items()})
 
-    loader = combined()
+
+@pytest.mark.parametrize(
+    ("make", "world", "words"),
+    [
+        (built_for_its_rank, World(0, 1), "make it with ShardOptions"),
+        (of_an_uneven_part, World(0, 2), r"tail='uneven'.*tail='pad' or 'drop'"),
+        (of_a_part_that_divides, World(0, 1), "sampler is for rank 0 of 2"),
+    ],
+)
+def test_a_world_that_cannot_be_is_refused_before_anything_changes(
+    make: Callable[[], Loader], world: World, words: str
+) -> None:
+    loader = make()
     each = iter(loader)
     first = next(each)
-    with pytest.raises(UnsupportedSourceError, match="sampler is for rank 0 of 2"):
-        loader.reshard(World(0, 1))
-    assert digest([first, *each]) == digest(list(combined()))
+    with pytest.raises(UnsupportedSourceError, match=words):
+        loader.reshard(world)
+    assert digest([first, *each]) == digest(list(make()))
 
 
 class Told(Dataset[Any]):
@@ -735,22 +696,6 @@ def test_a_loader_that_was_never_loaded_may_be_resharded_before_its_first_batch(
     loader = by_index(World())
     loader.reshard(World(1, 2))
     assert sources.plain(next(iter(loader))) == sources.plain(next(iter(by_index(World(1, 2)))))
-
-
-@pytest.mark.long
-def test_resharding_takes_no_time() -> None:
-    loader = by_index(World(0, 2))
-    each = iter(loader)
-    next(each)
-    took = []
-    for number in range(100):
-        world = World(number % 2, 2 + number % 3)
-        start = time.thread_time()  # which does not count what others take of the machine
-        loader.reshard(world)
-        took.append(time.thread_time() - start)
-        loader.rollback()
-        next(each)
-    assert sorted(took)[95] < 0.001
 
 
 # --- ranks that get the same batches ----------------------------------------------------------------------------------

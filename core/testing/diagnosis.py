@@ -30,7 +30,7 @@ _SHOWN = 3  # lines of the user's that are shown
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One cause.
+    """The one cause that explains most.
 
     Attributes:
         title: what is wrong, in a sentence.
@@ -49,14 +49,12 @@ class Diagnosis:
     @property
     def together(self) -> str:
         """One sentence on what fails for the same cause; '' if nothing else does."""
-        if not self.counted:
-            return ""
-        return f"{len(self.counted)} more fail with it: {', '.join(self.counted)}"
+        return f"{len(self.counted)} more fail with it: {', '.join(self.counted)}" if self.counted else ""
 
 
+UNINTERRUPTED = "uninterrupted"
 # What fails together. A loader that does not repeat itself fails in every comparison; one that does not continue where
 # it was cut cannot share the rest either.
-UNINTERRUPTED = "uninterrupted"
 _REPEATS = frozenset({"determinism", "lists", "samples", "passes"})
 _CONTINUES = frozenset(
     {"tail", "next epoch", "boundary", "round trip", "isolation", "transport", "chain", "delivery", "states"}
@@ -76,23 +74,21 @@ def diagnose(examination: Examination, report: Report) -> Diagnosis:
     failed = {each.law: each.error for each in (*report.trials, *report.verdicts) if each.error is not None}
     if UNINTERRUPTED in failed:
         return _unreadable(examination, failed[UNINTERRUPTED])
-    declared, reason = _declared(examination)
-    if not failed and declared is not False:
-        declared, reason = _declared(examination, "exact_augmentations")
-    if not failed and declared is not False:
+    lost = _declined(examination, "exact_order")
+    if not failed:
+        if (reason := lost or _declined(examination, "exact_augmentations")) is not None:
+            drawn = _drawn(examination)
+            facts = (*drawn, ("instead", _SEEDED)) if drawn else ()
+            return Diagnosis(f"It does not continue exactly, and says so: {reason}", "warn", facts)
         continues = any(each.law == "tail" and each.status == "holds" for each in report.verdicts)
         title = "It continues exactly where it was cut" if continues else "No law that was examined is broken"
         return Diagnosis(title, "good")
-    if not failed:
-        drawn = _drawn(examination)
-        facts = (*drawn, ("instead", _SEEDED)) if drawn else ()
-        return Diagnosis(f"It does not continue exactly, and says so: {reason}", "warn", facts)
     lead = next((name for group, _ in _GROUPS for name in failed if name in group), next(iter(failed)))
-    repeats = lead in _REPEATS or (declared is False and lead not in _DIFFERS)
+    repeats = lead in _REPEATS or (lost is not None and lead not in _DIFFERS)
     error = failed[lead]
     title = next((title for group, title in _GROUPS if lead in group), "")
     if repeats and lead not in _REPEATS:
-        title = f"{_GROUPS[0][1]}: {reason}"
+        title = f"{_GROUPS[0][1]}: {lost}"
     drawn = _drawn(examination) if repeats else ()
     facts = (
         ("first seen", error.place or "before the first batch"),
@@ -122,10 +118,12 @@ _SEEDED = (
 )
 
 
-def _declared(examination: Examination, capability: str = "exact_order") -> tuple[bool | None, str]:
+def _declined(examination: Examination, capability: str) -> str | None:
+    """Why the loader declares a capability no; None if it does not."""
     with contextlib.suppress(LawError):
-        return examination.capability(capability)
-    return None, ""
+        holds, reason = examination.capability(capability)
+        return reason if holds is False else None
+    return None
 
 
 def _together(lead: str, name: str) -> bool:
@@ -165,20 +163,17 @@ def entropy(settings: Settings, options: Mapping[str, Any]) -> list[str]:
     return list(found)[:_SHOWN]
 
 
-def _own_folder(package: str) -> str:
+def _folder_of(package: str) -> str:
     """The folder in which a package's files are, which may be imported through links from elsewhere."""
     found = importlib.util.find_spec(package)
     return str(Path(os.path.realpath(found.origin)).parent) if found is not None and found.origin else ""
 
 
+_LIBRARIES = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
 _PASSED_OVER = tuple(
     os.path.realpath(folder) + os.sep
-    for folder in (
-        *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
-        *map(_own_folder, ("midepoch", "midepoch.adapters")),
-    )
-    if folder
-)
+    for folder in (*_LIBRARIES, *map(_folder_of, ("midepoch", "midepoch.adapters"))) if folder
+)  # fmt: skip
 
 
 def _raised_at(trace: str) -> list[str]:

@@ -13,10 +13,10 @@ from typing import Any, TypeVar, cast
 from . import items, record
 from .naming import UNNAMED, Column, Naming, View, choose, with_contents
 from .pool import Call, ProcessError, ProcessPool, shared_pool
-from .record import Failure, Finding, Recording, Seen, Settings, Trial
+from .record import Failure, Recording, Seen, Settings, Trial
 from .report import InapplicableError, LawError
 
-__all__ = ["Examination", "Resume"]
+__all__ = ["Examination", "Place", "Resume"]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Place = tuple[int, int]
@@ -151,11 +151,10 @@ class Examination:
     def _shared_otherwise(self, paddings: Sequence[Column]) -> View:
         """The first epoch on more ranks, or with another batch size, or with workers; empty if none is possible."""
         variants = [self.options(rank, self.worlds[-1]) for rank in range(self.worlds[-1])]
-        if len(variants) == 1:
-            others = {"num_workers": self.most_workers}
-            if self.takes("batch_size") and type(self.default("batch_size")) is int:
-                others["batch_size"] = self.default("batch_size") + 1
-            variants = [self.options(**{name: value}) for name, value in sorted(others.items())[:1] if value]
+        if len(variants) == 1 and self.takes("batch_size") and type(self.default("batch_size")) is int:
+            variants = [self.options(batch_size=self.default("batch_size") + 1)]
+        elif len(variants) == 1:
+            variants = [self.options(num_workers=self.most_workers)] if self.most_workers else []
         calls = [
             (rank, record.experiment, (record.read_views, (self.settings, each, 1, paddings)))
             for rank, each in enumerate(variants)
@@ -245,15 +244,13 @@ class Examination:
             if (one.ids != other.ids) if by_ids else (one.digest != other.digest):
                 differs = items.first_difference(one.leaves, other.leaves)
                 texts = (f"samples {one.ids}", f"samples {other.ids}") if by_ids else differs
-                place = {"epoch": epoch, "batch": first + offset}
-                raise self.error(f"{what}: {texts[0]}", texts[1], cause=cause, cure=cure, **place)
+                wrong = f"{what}: {texts[0]}", texts[1]
+                raise self.error(*wrong, epoch=epoch, batch=first + offset, cause=cause, cure=cure)
         if len(expected) != len(got):
-            at = first + min(len(expected), len(got))
-            surplus = (
-                f", the first surplus one: samples {got[len(expected)].ids}" if len(got) > len(expected) else ""
-            )
-            counts = (f"{what}: {len(expected)} batches", f"{len(got)} batches{surplus}")
-            raise self.error(*counts, epoch=epoch, batch=at, cause=cause, cure=cure)
+            at = min(len(expected), len(got))
+            surplus = f", the first surplus one: samples {got[at].ids}" if len(got) > at else ""
+            wrong = f"{what}: {len(expected)} batches", f"{len(got)} batches{surplus}"
+            raise self.error(*wrong, epoch=epoch, batch=first + at, cause=cause, cure=cure)
 
     def same_state(self, expected: Any, got: Any, what: str, **place: Any) -> None:
         """Raise the law's error unless both states are equal. ``place`` as for `error`."""
@@ -324,14 +321,12 @@ class Examination:
     def investigate(self, function: Callable[..., Any], *arguments: Any, process: int = 0) -> Any:
         """The result of ``function(settings, *arguments)`` in a process. An exception is the law's error."""
         (result,) = self.run([(process, record.experiment, (function, (self.named, *arguments)))])
+        if isinstance(result, LawError):
+            place = {"epoch": result.epoch, "batch": result.batch}
+            raise self.error(result.expected, result.got, cause=result.cause, cure=result.cure, **place)
         if isinstance(result, Failure):
             raise self.error("no exception", f"{result}\n{result.trace}".rstrip())
         return result
-
-    def raise_first(self, findings: Sequence[Finding]) -> None:
-        """Raise the law's error for the first finding, if there is one."""
-        for found in findings[:1]:
-            raise self.error(**vars(found))
 
     # --- runs that several laws use ---
 

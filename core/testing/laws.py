@@ -138,27 +138,8 @@ def judge(examination: Examination, laws: Iterable[str] | None = None) -> Iterat
 
 
 _ALL = (
-    transparent,
-    determinism,
-    tail,
-    next_epoch,
-    boundary,
-    round_trip,
-    observer,
-    isolation,
-    transport,
-    chain,
-    partition,
-    topology,
-    refusal,
-    delivery,
-    cost,
-    guest,
-    any_item,
-    witness,
-    honesty,
-    reshard,
-    rollback,
-)
+    transparent, determinism, tail, next_epoch, boundary, round_trip, observer, isolation, transport, chain, partition,
+    topology, refusal, delivery, cost, guest, any_item, witness, honesty, reshard, rollback,
+)  # fmt: skip
 LAWS: dict[str, Law] = {each.name: each for each in _ALL}
 """All laws by name, in a good order to read them."""

@@ -18,8 +18,8 @@ import torch
 from . import items
 from .examine import Examination
 from .law import law
-from .record import Finding, Seen, Settings, from_midepoch, open_loader, see
-from .report import HOLDS, Outcome, combined
+from .record import Seen, Settings, from_midepoch, open_loader, see, violation
+from .report import HOLDS, LawError, Outcome, combined
 
 __all__ = ["cost", "delivery", "guest"]
 
@@ -34,21 +34,17 @@ _READ_AHEAD = 2  # batches in flight in the delivery law
 )
 def delivery(examination: Examination) -> Outcome:
     """Prefetched batches do not count, nor do those that the caller still has in flight."""
-    workers = max(examination.settings.num_workers, default=0)
     outcomes = {}
     variants = [examination.options()]
-    if not examination.takes("num_workers"):
-        outcomes["workers"] = Outcome("not applicable", "the factory takes no num_workers")
-    elif not workers:
-        reason = f"num_workers={examination.settings.num_workers} names none"
-        outcomes["workers"] = Outcome("not applicable", reason)
-    else:
+    if workers := examination.most_workers:
         variants.append(examination.options(num_workers=workers))
-    if examination.capability("exact_augmentations")[0] is False:
-        examination.need_names()
+    else:
+        none = f"num_workers={examination.settings.num_workers} names none"
+        reason = none if examination.takes("num_workers") else "the factory takes no num_workers"
+        outcomes["workers"] = Outcome("not applicable", reason)
+    examination.compares_by_ids()  # which needs names
     for options in variants:
         slow: _Slow = examination.investigate(_take_slowly, options)
-        examination.raise_first(slow.findings)
         _resume_in_flight(examination, options, slow)
         if slow.refused:
             outcomes["in flight"] = Outcome("refused clearly", slow.refused)
@@ -66,14 +62,12 @@ class _Slow:
 
     Attributes:
         ids: of its batches, by epoch.
-        findings: changes of the state while no batch was taken.
         in_flight: whether the loader knows ``in_flight``.
         other: (epoch, batches taken, those in flight, state) for each state that differs from the one given then.
         refused: why a backend refused a state for an earlier batch, if it has only its current one.
     """
 
     ids: list[list[tuple[Hashable, ...]]]
-    findings: list[Finding]
     in_flight: bool
     other: list[tuple[int, int, int, dict[str, Any]]]
     refused: str = ""
@@ -81,7 +75,7 @@ class _Slow:
 
 def _take_slowly(settings: Settings, options: Mapping[str, Any]) -> _Slow:
     with open_loader(settings, options) as loader:
-        slow = _Slow([], [], "in_flight" in inspect.signature(loader.state_dict).parameters, [])
+        slow = _Slow([], "in_flight" in inspect.signature(loader.state_dict).parameters, [])
         for epoch in range(2):
             notes = [items.digest(loader.state_dict())]
             slow.ids.append([])
@@ -92,8 +86,7 @@ def _take_slowly(settings: Settings, options: Mapping[str, Any]) -> _Slow:
                     time.sleep(_PAUSE)
                 if items.digest(loader.state_dict()) != notes[-1]:
                     expected = f"the same state {_PAUSE} s after a batch was taken"
-                    slow.findings.append(Finding(expected, "it has moved on", epoch, number))
-                    return slow
+                    raise violation(expected, "it has moved on", epoch, number)
                 # If 'finished' has two spellings, the first state of a later epoch may be either.
                 oldest = number if epoch == 0 else number - 1
                 for held in range(1, min(oldest, _READ_AHEAD) + 1 if slow.in_flight else 1):
@@ -111,12 +104,10 @@ def _take_slowly(settings: Settings, options: Mapping[str, Any]) -> _Slow:
 
 def _resume_in_flight(examination: Examination, options: Mapping[str, Any], slow: _Slow) -> None:
     """A state that counts batches in flight may be written differently, but must resume at the same batch."""
-    trials = [
-        examination.trial(options, state=state, limit=len(slow.ids[epoch]) + 1) for epoch, _, _, state in slow.other
-    ]
+    longest = max(map(len, slow.ids)) + 1
+    trials = [examination.trial(options, state=state, limit=longest) for _, _, _, state in slow.other]
     for (epoch, number, held, state), recording in zip(slow.other, examination.resume(trials), strict=True):
-        expected = slow.ids[epoch][number - held :]
-        if recording.failure is None and recording.passes[0].ids == expected:
+        if recording.failure is None and recording.passes[0].ids == slow.ids[epoch][number - held :]:
             continue
         raise examination.error(
             f"with in_flight={held} after {number} batches, a state that resumes at batch {number - held}",
@@ -191,11 +182,13 @@ def guest(examination: Examination) -> Outcome:
     """The caller's random generators are left unchanged, and what the caller draws changes nothing."""
     whole = examination.whole()
     state = examination.observed().passes[0].states[len(whole.passes[0].batches) // 2]
-    findings = examination.investigate(_watch_generators, examination.options(), state)
-    declared, reason = examination.capability("exact_augmentations")
-    if findings and declared is False:
-        return Outcome("not promised", f"exact_augmentations is declared no: {reason}")
-    examination.raise_first(findings)
+    try:
+        examination.investigate(_watch_generators, examination.options(), state)
+    except LawError:
+        declared, reason = examination.capability("exact_augmentations")
+        if declared is False:
+            return Outcome("not promised", f"exact_augmentations is declared no: {reason}")
+        raise
     passes = examination.investigate(_draw_between, examination.options(), len(whole.passes))
     for epoch, (expected, got) in enumerate(zip(whole.passes, passes, strict=True)):
         examination.same(expected.batches, got, "although the caller draws random numbers, the same batch", epoch=epoch)
@@ -213,39 +206,37 @@ def _generators() -> dict[str, bytes]:
 
 def _watch_generators(
     settings: Settings, options: Mapping[str, Any], state: dict[str, Any], passes: int = 2
-) -> list[Finding]:
-    """What moved the generators: the passes, and a load after them. One that takes no state then has a load alone."""
+) -> None:
+    """Passes, and a load after them. A loader that takes no state then has a load alone."""
     with open_loader(settings, options) as loader:
         before = _generators()
 
-        def moved(during: str, epoch: int, number: int | None) -> list[Finding]:
+        def check(during: str, epoch: int, number: int | None) -> None:
             after = _generators()
-            return [
-                Finding(f"{name} as the caller left it", f"{during} changed it", epoch, number)
-                for name in before
-                if before[name] != after[name]
-            ]
+            for name in before:
+                if before[name] != after[name]:
+                    raise violation(f"{name} as the caller left it", f"{during} changed it", epoch, number)
 
-        findings = moved("state_dict()", 0, 0) if loader.state_dict() is not None else []
+        loader.state_dict()
+        check("state_dict()", 0, 0)
         for epoch in range(passes):
             iterator = iter(loader)
-            findings += moved("iter()", epoch, 0)
+            check("iter()", epoch, 0)
             for number, _ in enumerate(iterator):
-                findings += moved("next()", epoch, number)
+                check("next()", epoch, number)
                 loader.state_dict()
-                findings += moved("state_dict()", epoch, number)
-                if findings:
-                    return findings
-            findings += moved("the end of a pass", epoch, None)
+                check("state_dict()", epoch, number)
+            check("the end of a pass", epoch, None)
         try:
             loader.load_state_dict(copy.deepcopy(state))
         except from_midepoch("StateError"):  # type: ignore[misc]
-            findings += moved("load_state_dict() that refuses", 0, None)
-            return findings or _watch_generators(settings, options, state, passes=0)
-        findings += moved("load_state_dict()", 0, None)
+            check("load_state_dict() that refuses", 0, None)
+            if passes:
+                _watch_generators(settings, options, state, passes=0)
+            return
+        check("load_state_dict()", 0, None)
         for number, _ in enumerate(loader):
-            findings += moved("next() after a load", 0, number)
-        return findings
+            check("next() after a load", 0, number)
 
 
 def _draw_between(settings: Settings, options: Mapping[str, Any], passes: int) -> list[list[Seen]]:

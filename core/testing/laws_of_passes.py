@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +14,9 @@ from . import items
 from .examine import Examination, Resume
 from .law import law
 from .naming import UNNAMED
-from .record import Finding, Pass, Seen, Settings, Trial, open_loader, see, state_of
+from .record import Pass, Seen, Settings, Trial, open_loader, see, state_of, violation
 from .report import HOLDS, LawError, Outcome, combined
+from .worlds import count
 
 __all__ = ["any_item", "boundary", "determinism", "next_epoch", "tail"]
 
@@ -49,22 +49,15 @@ def determinism(examination: Examination) -> Outcome:
 def _compare_epochs(examination: Examination, passes: Sequence[Pass]) -> None:
     shuffled = examination.settings.shuffled
     first, second = ([sample for ids in part.ids for sample in ids] for part in passes[:2])
-    if shuffled is True and first == second:
-        raise examination.error(
-            "another order in the next epoch",
-            f"epochs 0 and 1 both begin with samples {first[:8]}",
-            epoch=1,
-            cause="the epoch is not part of the key of the order, or set_epoch is never called",
-            cure="let the order be a function of the seed and the epoch",
-        )
-    if shuffled is False and first != second:
-        raise examination.error(
-            f"the same order in each epoch: samples {first[:8]}",
-            f"samples {second[:8]}",
-            epoch=1,
-            cause="the source shuffles although shuffled=False was stated",
-            cure="pass shuffled=True, or stop shuffling",
-        )
+    if shuffled is None or shuffled == (first != second):
+        return
+    raise examination.error(
+        f"{'another' if shuffled else 'the same'} order in each epoch: samples {first[:8]}",
+        f"samples {second[:8]}",
+        epoch=1,
+        cause="the epoch is not part of the order's key" if shuffled else "shuffled=False was stated, and it shuffles",
+        cure="let the order be a function of the seed and the epoch, or state shuffled= as it is",
+    )
 
 
 def _check_draws(examination: Examination, passes: Sequence[Pass]) -> None:
@@ -181,7 +174,7 @@ def boundary(examination: Examination) -> Outcome:
         what = f"from the state {when} of epoch {each.epoch}{where and f',{where}'}"
         expected = each.head.passes[each.epoch + ended].batches
         examination.same(expected, each.recording.passes[0].batches, what, epoch=each.epoch + ended)
-    examination.raise_first(examination.investigate(_start_quietly, examination.options()))
+    examination.investigate(_start_quietly, examination.options())
     behind = examination.investigate(_behind_the_last_batch, examination.options())
     if behind is not None:
         recording = examination.sound(
@@ -219,37 +212,21 @@ def _resume_in_the_body(
     return len(passes[0]), passes[1]
 
 
-def _start_quietly(settings: Settings, options: Mapping[str, Any]) -> list[Finding]:
+def _start_quietly(settings: Settings, options: Mapping[str, Any]) -> None:
     with open_loader(settings, options) as loader:
         before = items.digest(loader.state_dict())
         iterator = iter(loader)
         after = items.digest(loader.state_dict())
         del iterator
-    if before == after:
-        return []
-    blame = ("the pass begins in __iter__", "begin it at the first next()")
-    return [Finding("the same state before and after iter()", "another state", 0, 0, *blame)]
+    if before != after:
+        blame = ("the pass begins in __iter__", "begin it at the first next()")
+        raise violation("the same state before and after iter()", "another state", 0, 0, *blame)
 
 
-ANY_ITEMS: tuple[Any, ...] = (
-    None,
-    (),
-    [],
-    {},
-    "",
-    b"",
-    0,
-    False,
-    math.nan,
-    None,
-    torch.empty(0),
-    torch.empty(0, 3),
-    np.empty((0, 2)),
-    (None,),
-)
-
-
-"""The items that the law 'any item' asks a source to deliver, one a batch."""
+_ANY_ITEMS: tuple[Any, ...] = (
+    None, (), [], {}, "", b"", 0, False, math.nan, None, torch.empty(0), torch.empty(0, 3), np.empty((0, 2)), (None,),
+)  # fmt: skip
+"""What a source is asked to deliver, one a batch."""
 
 
 @law(
@@ -262,21 +239,21 @@ def any_item(examination: Examination) -> Outcome:
     if not examination.takes("items"):
         return Outcome("not applicable", "the factory takes no items")
     settings = dataclasses.replace(examination.settings, identify=_whole_item, draws=None)
-    options = examination.options(items=list(ANY_ITEMS))
-    trial = Trial(settings, options, passes=2, states=True, limit=2 * len(ANY_ITEMS))
+    options = examination.options(items=list(_ANY_ITEMS))
+    trial = Trial(settings, options, passes=2, states=True, limit=2 * len(_ANY_ITEMS))
     head = examination.sound(examination.record([trial])[0], "a source of odd items")
-    expected = Counter(identity for item in ANY_ITEMS for identity in _whole_item(item))
+    expected = count(map(_whole_item, _ANY_ITEMS))
     for epoch, part in enumerate(head.passes):
-        got = Counter(identity for ids in part.ids for identity in ids)
+        got = count(part.ids)
         if got != expected:
-            lost = ", ".join(repr(item) for item in ANY_ITEMS if _whole_item(item)[0] in expected - got)
+            lost = ", ".join(repr(item) for item in _ANY_ITEMS if _whole_item(item)[0] in expected - got)
             raise examination.error(
-                f"{len(ANY_ITEMS)} items, each once",
+                f"{len(_ANY_ITEMS)} items, each once",
                 f"{len(part.batches)} items" + (f"; lost: {lost}" if lost else ""),
                 epoch=epoch,
                 batch=len(part.batches),
             )
-    trials = [Trial(settings, options, state=state, limit=2 * len(ANY_ITEMS)) for state in head.passes[0].states[:-1]]
+    trials = [Trial(settings, options, state=state, limit=2 * len(_ANY_ITEMS)) for state in head.passes[0].states[:-1]]
     for cut, recording in enumerate(examination.resume(trials)):
         examination.sound(recording, f"a resume after {cut} odd items", epoch=0, batch=cut)
         examination.same(

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import io
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from . import items
 from .examine import Examination
 from .law import law
-from .record import Finding, Recording, Seen, Settings, Trial, length_of, open_loader, see
+from .record import Recording, Seen, Settings, length_of, open_loader, see, violation
 from .report import HOLDS, Outcome, combined
 
 __all__ = ["chain", "isolation", "observer", "round_trip", "transport"]
@@ -36,37 +35,30 @@ def round_trip(examination: Examination) -> Outcome:
         examination.same_state(expected, recording.loaded, "the loaded state", epoch=epoch, batch=cut)
     if examination.capability("exact_order")[0] is False:
         return HOLDS
-    refused = _roll_back(examination, head)
-    return combined({"given back": HOLDS, "a loader in use": Outcome("refused clearly", refused) if refused else HOLDS})
+    in_use = _load_while_running(examination, head)
+    return combined({"given back": HOLDS, "a loader in use": in_use})
 
 
-def _roll_back(examination: Examination, head: Recording) -> str:
-    """Load states, one after another, into a loader that is being iterated. Returns why it refuses, if it does."""
+def _load_while_running(examination: Examination, head: Recording) -> Outcome:
+    """Load states, one after another, into a loader that is being iterated; if it refuses, between two passes."""
+    lost = ("the earlier load or the running pass is not dropped", "let load_state_dict() set everything")
     places = sorted(examination.followed(examination.places(head)), reverse=True)
     states = [head.passes[epoch].states[cut] for epoch, cut in places]
     longest = max(len(part.batches) for part in head.passes) + 1
-    reason = ""
+    outcome = HOLDS
     for running in (True, False):
         arguments = (examination.options(), states, longest, running)
         legs, refused = examination.investigate(_load_in_use, *arguments, process=1)
-        _compare_legs(examination, list(zip(places, states, legs, strict=False)))
+        for (epoch, cut), state, (loaded, batches) in zip(places, states, legs, strict=False):
+            what = "the state that was loaded into a loader in use"
+            examination.same_state(state, loaded, what, epoch=epoch, batch=cut, cause=lost[0], cure=lost[1])
+            fresh = examination.sound(examination.resumed()[epoch, cut], "a resume", epoch=epoch, batch=cut)
+            what = f"after a state of {cut} batches was loaded into a loader in use, the batch of one that was not"
+            examination.same(fresh.passes[0].batches, batches, what, epoch=epoch, first=cut, blame=lost)
         if not refused:
             break
-        reason = refused
-    return reason
-
-
-def _compare_legs(
-    examination: Examination,
-    legs: Sequence[tuple[tuple[int, int], dict[str, Any], tuple[dict[str, Any], list[Seen]]]],
-) -> None:
-    lost = ("the earlier load or the running pass is not dropped", "let load_state_dict() set everything")
-    for (epoch, cut), state, (loaded, batches) in legs:
-        what = "the state that was loaded into a loader in use"
-        examination.same_state(state, loaded, what, epoch=epoch, batch=cut, cause=lost[0], cure=lost[1])
-        fresh = examination.sound(examination.resumed()[epoch, cut], "a resume", epoch=epoch, batch=cut)
-        what = f"after a state of {cut} batches was loaded into a loader in use, the batch of one that was not"
-        examination.same(fresh.passes[0].batches, batches, what, epoch=epoch, first=cut, blame=lost)
+        outcome = Outcome("refused clearly", refused)
+    return outcome
 
 
 def _load_in_use(
@@ -106,13 +98,13 @@ def observer(examination: Examination) -> Outcome:
     passes: list[list[Seen]] = examination.investigate(_ask_everything, examination.options(), counts)
     for epoch, (expected, got) in enumerate(zip(whole.passes, passes, strict=True)):
         examination.same(expected.batches, got, "with states asked for, the batch of the run without", epoch=epoch)
-    peeked: _Peeked | None = examination.investigate(_peek_always, examination.options(), counts)
+    peeked: list[_Peeked] | None = examination.investigate(_peek_always, examination.options(), counts)
     if peeked is None:
         return Outcome("holds", "the loader has no peek()")
-    for epoch, (expected, shown, got) in enumerate(zip(whole.passes, peeked.shown, peeked.taken, strict=True)):
-        first = int(peeked.skips and epoch > 0)
-        examination.same(expected.batches[first:], shown, "peek() shows the batch to come", epoch=epoch, first=first)
-        examination.same(expected.batches, got, "after peek(), the batch of the run without", epoch=epoch)
+    for epoch, (expected, each) in enumerate(zip(whole.passes, peeked, strict=True)):
+        rest, what = expected.batches[each.first :], "peek() shows the batch to come"
+        examination.same(rest, each.shown, what, epoch=epoch, first=each.first)
+        examination.same(expected.batches, each.taken, "after peek(), the batch of the run without", epoch=epoch)
     return HOLDS
 
 
@@ -142,40 +134,32 @@ def _ask_everything(settings: Settings, options: Mapping[str, Any], counts: Sequ
     return passes
 
 
-@dataclasses.dataclass
-class _Peeked:
-    """What peek() showed and what was taken, for each pass. ``skips``: peek() was not called between two passes."""
+class _Peeked(NamedTuple):
+    """What peek() showed in a pass, and what was taken. ``first``: the batch that it showed first."""
 
-    shown: list[list[Seen]]
-    taken: list[list[Seen]]
-    skips: bool
+    shown: list[Seen]
+    taken: list[Seen]
+    first: int
 
 
-def _peek_always(settings: Settings, options: Mapping[str, Any], counts: Sequence[int]) -> _Peeked | None:
-    shown: list[list[Seen]] = []
-    taken: list[list[Seen]] = []
+def _peek_always(settings: Settings, options: Mapping[str, Any], counts: Sequence[int]) -> list[_Peeked] | None:
+    passes: list[_Peeked] = []
     with open_loader(settings, options) as loader:
         if not callable(getattr(loader, "peek", None)):
             return None
         # If the length is unknown, an epoch that was read to its end may still be the current one.
-        skips = length_of(loader) is None
+        unknown = length_of(loader) is None
         for count in counts:
-            shown.append([] if skips and shown else [see(settings, loader.peek())])
-            taken.append([])
-            iterator = iter(loader)
-            for batch in iterator:
-                taken[-1].append(see(settings, batch))
-                if len(taken[-1]) >= count:
+            skips = unknown and bool(passes)
+            shown, taken = [] if skips else [see(settings, loader.peek())], []
+            for batch in loader:
+                taken.append(see(settings, batch))
+                if len(taken) > count:
                     break
-                shown[-1].append(see(settings, loader.peek()))
-            # After an epoch's last batch, peek() must not decide what comes: the pass must end by itself.
-            surplus = next(iterator, _END) if len(taken[-1]) >= count else _END
-            if surplus is not _END:
-                taken[-1].append(see(settings, surplus))
-    return _Peeked(shown, taken, skips)
-
-
-_END = object()
+                if len(taken) < count:  # after an epoch's last batch, the pass must end by itself
+                    shown.append(see(settings, loader.peek()))
+            passes.append(_Peeked(shown, taken, int(skips)))
+    return passes
 
 
 @law(
@@ -189,35 +173,33 @@ def isolation(examination: Examination) -> Outcome:
     head = examination.observed()
     for epoch, cut in [(0, 0), *examination.places(head)]:
         state = head.passes[epoch].states[cut]
-        found = examination.investigate(_share_states, examination.options(), state, epoch, cut, by_ids)
-        examination.raise_first(found)
+        examination.investigate(_share_states, examination.options(), state, epoch, cut, by_ids)
     return HOLDS
 
 
 def _share_states(
     settings: Settings, options: Mapping[str, Any], state: dict[str, Any], epoch: int, cut: int, by_ids: bool
-) -> list[Finding]:
+) -> None:
     def note(batch: Any) -> Any:
         seen = see(settings, batch)
         return seen.ids if by_ids else seen.digest
 
-    findings: list[Finding] = []
     with open_loader(settings, options, later=True) as loader:
         given = copy.deepcopy(state)
         loader.load_state_dict(given)
         untouched = items.digest(given) == items.digest(state)
-        kept = [(0, loader.state_dict())]
-        notes = [items.digest(kept[0][1])]
+        kept = [loader.state_dict()]
+        notes = [items.digest(kept[0])]
         delivered = []
-        for number, batch in enumerate(loader, start=1):
+        for batch in loader:
             delivered.append(note(batch))
-            kept.append((number, loader.state_dict()))
-            notes.append(items.digest(kept[-1][1]))
+            kept.append(loader.state_dict())
+            notes.append(items.digest(kept[-1]))
         if not untouched or items.digest(given) != items.digest(state):
-            findings.append(Finding("load_state_dict leaves its argument unchanged", f"{given}", epoch, cut))
-        for (number, later), before in zip(kept, notes, strict=True):
+            raise violation("load_state_dict leaves its argument unchanged", f"{given}", epoch, cut)
+        for number, (later, before) in enumerate(zip(kept, notes, strict=True)):
             if items.digest(later) != before:
-                findings.append(Finding("a state that never changes later", f"it became {later}", epoch, cut + number))
+                raise violation("a state that never changes later", f"it became {later}", epoch, cut + number)
     with open_loader(settings, options, later=True) as loader:
         given = copy.deepcopy(state)
         loader.load_state_dict(given)
@@ -227,11 +209,10 @@ def _share_states(
         _spoil(returned)
         if items.digest(loader.state_dict()) != before:
             did = "clearing it changed the loader's next state"
-            findings.append(Finding("a state that belongs to the caller", did, epoch, cut))
+            raise violation("a state that belongs to the caller", did, epoch, cut)
         if [note(batch) for batch in loader] != delivered:
             did = "clearing it changed what the loader delivers"
-            findings.append(Finding("a loaded state that may be cleared afterwards", did, epoch, cut))
-    return findings
+            raise violation("a loaded state that may be cleared afterwards", did, epoch, cut)
 
 
 def _spoil(value: Any) -> None:
@@ -255,13 +236,12 @@ def transport(examination: Examination) -> Outcome:
     states = [_through_json(examination, head.passes[epoch].states[cut], epoch, cut) for epoch, cut in places]
     longest = max(len(part.batches) for part in head.passes) + 1
     trials = [examination.trial(examination.options(), state=state, passes=2, limit=longest) for state in states]
+    what = "the batch of a resume without JSON"
     for (epoch, cut), recording in zip(places, examination.resume(trials), strict=True):
         examination.sound(recording, "a resume from a state that went through JSON", epoch=epoch, batch=cut)
         direct = examination.sound(resumed[epoch, cut], "a resume", epoch=epoch, batch=cut)
         for expected, got in zip(direct.passes, recording.passes, strict=True):
-            examination.same(
-                expected.batches, got.batches, "the batch of a resume without JSON", epoch=epoch, first=cut
-            )
+            examination.same(expected.batches, got.batches, what, epoch=epoch, first=cut)
     return HOLDS
 
 
@@ -321,18 +301,16 @@ def chain(examination: Examination) -> Outcome:
     places = examination.places(head)
     at = [head.passes[epoch].states[cut] for epoch, cut in places]
     seconds = examination.resume([examination.trial(examination.options(), state=each, states=True) for each in at])
-    links: list[tuple[int, int, int, list[Seen], Trial]] = []
+    compared = False
     for (epoch, cut), second in zip(places, seconds, strict=True):
         examination.sound(second, f"a resume after {cut} batches that asks for states", epoch=epoch, batch=cut)
-        batches, states = second.passes[0].batches, second.passes[0].states
-        for more in range(1, len(batches)):
-            trial = examination.trial(examination.options(), state=states[more])
-            links.append((epoch, cut, cut + more, batches[more:], trial))
-    if not links:
+        batches, states = second.passes[0].batches, second.passes[0].states[1:-1]
+        thirds = examination.record([examination.trial(examination.options(), state=state) for state in states])
+        for more, third in enumerate(thirds, start=1):
+            what = f"cut after {cut} and again after {cut + more} batches, the batch of the run cut once"
+            examination.sound(third, "a resume of a resume", epoch=epoch, batch=cut + more)
+            examination.same(batches[more:], third.passes[0].batches, what, epoch=epoch, first=cut + more)
+            compared = True
+    if not compared:
         return Outcome("not applicable", "an epoch has fewer than three batches, so it cannot be cut twice")
-    thirds = examination.record([link[-1] for link in links])
-    for (epoch, cut, again, expected, _), third in zip(links, thirds, strict=True):
-        what = f"cut after {cut} and again after {again} batches, the batch of the run cut once"
-        examination.sound(third, "a resume of a resume", epoch=epoch, batch=again)
-        examination.same(expected, third.passes[0].batches, what, epoch=epoch, first=again)
     return HOLDS

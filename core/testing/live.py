@@ -9,7 +9,6 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import MidepochError
@@ -17,19 +16,11 @@ from ..world import World
 from . import items
 from .examine import Examination
 from .law import law
-from .record import MOST_BATCHES, Failure, Finding, Pass, Seen, Settings, capture_failure, open_loader, see
-from .report import HOLDS, InapplicableError, Outcome
+from .record import MOST_BATCHES, Pass, Recording, Settings, capture_failure, open_loader, see, violation
+from .report import HOLDS, InapplicableError, LawError, Outcome
 from .worlds import check_content, check_cover, count, largest_batch, no_world
 
 __all__ = ["reshard", "rollback"]
-
-
-@dataclass
-class _Journal:
-    """What a job of several ranks was given in each epoch, and why it ended, if it failed."""
-
-    epochs: list[Pass] = field(default_factory=list)
-    failure: Failure | None = None
 
 
 _UNSUPPORTED = "midepoch.errors.UnsupportedSourceError"
@@ -53,14 +44,15 @@ def reshard(examination: Examination) -> Outcome:
     ):
         declared, reason = examination.capability(name)
         if declared is False:
-            examination.raise_first(examination.investigate(_refused, options, world_size))
+            examination.investigate(_refused, options, world_size)
             return Outcome("refused clearly", reason)
     examination.need_exact()
     examination.need_names()
     compared = False
+    quick = examination.settings.quick
     for workers in _workers(examination):
-        for sequence in _sequences(worlds, examination.settings.quick):
-            if not (compared and examination.settings.quick):
+        for sequence in _sequences(worlds, quick):
+            if not (compared and quick):
                 compared = _judge_sequence(examination, sequence, workers) or compared
     return HOLDS if compared else Outcome("not applicable", "an epoch is too short for a change of the world")
 
@@ -75,21 +67,19 @@ def _need(examination: Examination, *methods: str) -> None:
 
 def _judge_sequence(examination: Examination, sequence: Sequence[int], workers: Mapping[str, int]) -> bool:
     """Whether the epoch was long enough to compare anything."""
-    options = examination.options(**workers)
-    journal: _Journal = examination.investigate(_change_worlds, options, tuple(sequence))
+    job: Recording = examination.investigate(_change_worlds, examination.options(**workers), tuple(sequence))
     what = " -> ".join(map(str, sequence)) + " ranks" + (f" with {workers}" if workers else "")
-    if journal.failure is not None and _UNSUPPORTED in journal.failure.kinds:
+    if job.failure is not None and _UNSUPPORTED in job.failure.kinds:
         # The source is built for its rank, so its world cannot change in mid-epoch: it says so, and what to build.
-        raise InapplicableError(journal.failure.message, "refused clearly")
-    if journal.failure is not None:
-        raise examination.error(f"training that goes on with {what}", f"{journal.failure}\n{journal.failure.trace}")
+        raise InapplicableError(job.failure.message, "refused clearly")
+    examination.sound(job, f"training that goes on with {what}", epoch=0)
     alone = examination.observed()
-    batch = max([largest_batch([alone]), *(len(seen.ids) for each in journal.epochs for seen in each.batches)])
-    for epoch, part in enumerate(journal.epochs):
+    batch = max([largest_batch([alone]), *(len(ids) for part in job.passes for ids in part.ids)])
+    for epoch, part in enumerate(job.passes):
         got, expected = count(part.ids), count(alone.passes[epoch].ids)
         check_cover(examination, expected, got, max(sequence), batch, epoch, None, f"an epoch that goes on with {what}")
         check_content(examination, [part], epoch, f"with {what}")
-    return len(journal.epochs) > 1
+    return len(job.passes) > 1
 
 
 def _workers(examination: Examination) -> list[dict[str, int]]:
@@ -110,7 +100,7 @@ def _has(settings: Settings, options: Mapping[str, Any], names: Sequence[str]) -
         return all(callable(getattr(loader, name, None)) for name in names)
 
 
-def _refused(settings: Settings, options: Mapping[str, Any], world_size: int) -> list[Finding]:
+def _refused(settings: Settings, options: Mapping[str, Any], world_size: int) -> None:
     """A loader that cannot share the rest of an epoch must refuse another world, and go on."""
     with open_loader(settings, options) as loader:
         whole = [see(settings, batch).digest for batch in loader]
@@ -122,17 +112,16 @@ def _refused(settings: Settings, options: Mapping[str, Any], world_size: int) ->
         except MidepochError:
             got += [see(settings, batch).digest for batch in batches]
         else:
-            return [Finding("a MidepochError, as capabilities declare", "reshard was accepted", 0, 1)]
+            raise violation("a MidepochError, as capabilities declare", "reshard was accepted", 0, 1)
     if got != whole:
-        return [Finding("an epoch that goes on after a reshard that was refused", "another epoch", 0, 1)]
-    return []
+        raise violation("an epoch that goes on after a reshard that was refused", "another epoch", 0, 1)
 
 
 # --- a job whose world changes ---
 
 
 class _Job:
-    """The ranks of a job, one loader each."""
+    """The ranks of a job, one loader each, and one pass over each of these."""
 
     def __init__(self, settings: Settings, options: Mapping[str, Any], open_loaders: contextlib.ExitStack) -> None:
         self._settings, self._options, self._open = settings, options, open_loaders
@@ -167,36 +156,32 @@ class _Job:
                 break
         return took
 
-    def begin_epoch(self) -> None:
-        """Every rank begins a new pass."""
-        self.passes = [iter(loader) for loader in self.loaders]
-
     def finish(self, into: Pass) -> None:
-        """Every rank goes on to the end of its pass."""
+        """Every rank goes on to the end of its pass, and begins another one."""
         while self.step(into):
             if len(into.batches) > MOST_BATCHES:
                 raise RuntimeError(f"a pass of more than {MOST_BATCHES} batches")
+        self.passes = [iter(loader) for loader in self.loaders]
 
 
-def _change_worlds(settings: Settings, options: Mapping[str, Any], sequence: tuple[int, ...]) -> _Journal:
-    """One step in each world but the last, then the rest of the epoch and the next one."""
-    journal = _Journal([Pass()])
+def _change_worlds(settings: Settings, options: Mapping[str, Any], sequence: tuple[int, ...]) -> Recording:
+    """One step in each world but the last, then the rest of the epoch and the next one. Empty if an epoch is short."""
+    done = Recording([Pass()])
     try:
         with contextlib.ExitStack() as open_loaders:
             job = _Job(settings, options, open_loaders)
             for rank in range(sequence[0]):
                 job.join(rank, sequence[0], None)
             for world_size in sequence[1:]:
-                if not job.step(journal.epochs[0]) or job.loaders[0].state_dict()["epoch"] > 0:
-                    return _Journal()  # the epoch is over
+                if not job.step(done.passes[0]) or job.loaders[0].state_dict()["epoch"] > 0:
+                    return Recording()
                 job.change(world_size)
-            job.finish(journal.epochs[0])
-            job.begin_epoch()
-            journal.epochs.append(Pass())
-            job.finish(journal.epochs[1])
+            job.finish(done.passes[0])
+            done.passes.append(Pass())
+            job.finish(done.passes[1])
     except Exception as error:  # noqa: BLE001 - the law judges it
-        journal.failure = capture_failure(error, "changing the world")
-    return journal
+        done.failure = capture_failure(error, "changing the world")
+    return done
 
 
 # --- commit and rollback ---
@@ -215,7 +200,7 @@ def rollback(examination: Examination) -> Outcome:
     batches = [seen for part in head.passes[:2] for seen in part.batches]
     if len(head.passes[0].batches) < 2:
         return Outcome("not applicable", "an epoch has no more than one batch")
-    # Behind the first batch, in the middle, and with the epoch's end between commit and rollback.
+    # After the first batch, in the middle, and with the epoch's end between commit and rollback.
     ends = len(head.passes[0].batches)
     commits = sorted({1, ends - 1}) if examination.settings.quick else list(range(1, ends))
     for workers in _workers(examination):
@@ -226,18 +211,16 @@ def rollback(examination: Examination) -> Outcome:
             expected = [seen for part in with_workers.passes[:2] for seen in part.batches]
         for commit in commits:
             options = examination.options(**workers)
-            got, failure, findings = examination.investigate(_commit_and_roll_back, options, commit, 2)
-            examination.raise_first(findings)
-            if failure is not None and _STATE_ERROR in failure.kinds:
-                # Who refuses to be loaded when it was read, as the law 'round trip' allows, cannot go back either.
+            done: Recording = examination.investigate(_commit_and_roll_back, options, commit, 2)
+            if done.failure is not None and _STATE_ERROR in done.failure.kinds:
+                # One that refuses a load once it was read, as the law 'round trip' allows, cannot go back either.
                 beginning = head.passes[0].states[0]
                 if not examination.investigate(_goes_back, options, beginning):
-                    return Outcome("refused clearly", failure.message)
-            if failure is not None:
-                raise examination.error("a rollback that leads to the last commit", f"{failure}\n{failure.trace}")
+                    return Outcome("refused clearly", done.failure.message)
+            examination.sound(done, "a rollback that leads to the last commit", epoch=0)
             again = [*expected[: commit + 2], *expected[commit:ends]]
             what = f"{commit} batches committed, two more given, and the rest after a rollback"
-            examination.same(again, got, what, epoch=0, by_ids=by_ids)
+            examination.same(again, done.passes[0].batches, what, epoch=0, by_ids=by_ids)
     return HOLDS
 
 
@@ -252,48 +235,46 @@ def _goes_back(settings: Settings, options: Mapping[str, Any], beginning: dict[s
     return True
 
 
-def _commit_and_roll_back(
-    settings: Settings, options: Mapping[str, Any], commit: int, lost: int
-) -> tuple[list[Seen], Failure | None, list[Finding]]:
+def _commit_and_roll_back(settings: Settings, options: Mapping[str, Any], commit: int, lost: int) -> Recording:
     """All batches given until the first epoch ends: `commit` of them, `lost` more, and after a rollback the rest."""
-    got: list[Seen] = []
-    findings: list[Finding] = []
+    done = Recording([Pass()])
+    got = done.passes[0].batches
 
-    def take(loader: Any, batches: list[Iterator[Any]]) -> bool:
-        """The next batch, of the next epoch if this one is over."""
-        for _ in range(2):
-            for batch in batches[0]:
-                got.append(see(settings, batch))
-                return True
-            batches[0] = iter(loader)
-        return False
-
-    def state_is(loader: Any, committed: dict[str, Any], when: str) -> None:
-        now = loader.state_dict()
-        if items.digest(now) != items.digest(committed):
-            findings.append(Finding(f"{when}: the committed state", "another state", 0, len(got)))
+    def state_is(expected: dict[str, Any], what: str) -> None:
+        if items.digest(loader.state_dict()) != items.digest(expected):
+            raise violation(what, "another state", 0, len(got))
 
     try:
         with open_loader(settings, options) as loader:
-            batches = [iter(loader)]
+            batches = iter(loader)
+
+            def take() -> None:
+                """The next batch, of the next epoch if this one has ended."""
+                nonlocal batches
+                for _ in range(2):
+                    for batch in batches:
+                        got.append(see(settings, batch))
+                        return
+                    batches = iter(loader)
+
             for _ in range(commit):
-                take(loader, batches)
+                take()
             before = loader.state_dict()
             loader.commit()
             committed = loader.state_dict()
-            if items.digest(before) != items.digest(committed):
-                findings.append(Finding("commit() that publishes the state of now", "another state", 0, commit))
+            state_is(before, "commit() that publishes the state of now")
             with contextlib.suppress(MidepochError):
                 loader.commit()
-                what = "a MidepochError for a second commit without a batch between"
-                findings.append(Finding(what, "it was accepted", 0, commit))
+                raise violation("a MidepochError for a second commit without a batch between", "none", 0, commit)
             for _ in range(lost):
-                take(loader, batches)
-                state_is(loader, committed, "batches that are not committed")
+                take()
+                state_is(committed, "batches that are not committed: the committed state")
             loader.rollback()
-            state_is(loader, committed, "after a rollback")
-            rest = [see(settings, batch) for batch in batches[0]]
+            state_is(committed, "after a rollback: the committed state")
+            rest = [see(settings, batch) for batch in batches]
             got += rest or [see(settings, batch) for batch in loader]  # that pass may have ended before
+    except LawError:
+        raise
     except Exception as error:  # noqa: BLE001 - the law judges it
-        return got, capture_failure(error, "committing and rolling back"), findings
-    return got, None, findings
+        done.failure = capture_failure(error, "committing and rolling back")
+    return done

@@ -29,19 +29,12 @@ _MOST_PARTS = 16  # elements of a sequence that may be columns
 
 
 @dataclasses.dataclass(frozen=True)
-class Padding:
-    """The value that fills up rows of unequal length, to be removed again: at the end, or at the ``start``."""
-
-    value: float
-    start: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class Column:
-    """A path in a batch, and the padding to remove from each row."""
+    """A path in a batch, and the value that fills up rows of unequal length: at their ends, or at their ``start``."""
 
     path: str
-    padding: Padding | None = None
+    padding: float | None = None
+    start: bool = False
 
 
 View = dict[Column, list[list[Hashable]]]
@@ -64,7 +57,7 @@ class Naming:
         """The identities of the batch's samples."""
         found = dict(_columns(batch))
         columns = [column for column in self.columns if column.path in found] or [Column(next(iter(found)))]
-        named = [_rows(found[column.path], column.padding) for column in columns]
+        named = [_rows(found[column.path], column) for column in columns]
         return named[0] if len(named) == 1 else [items.digest(row) for row in zip(*named, strict=False)]
 
     def samples(self, batch: Any) -> list[str] | None:
@@ -72,7 +65,7 @@ class Naming:
         found = dict(_columns(batch))
         if not self.contents or any(column.path not in found for column in self.contents):
             return None
-        parts = [_rows(found[column.path], column.padding) for column in self.contents]
+        parts = [_rows(found[column.path], column) for column in self.contents]
         return [items.digest(row) for row in zip(*parts, strict=False)]
 
 
@@ -84,7 +77,7 @@ def split(batch: Any, count: int) -> list[str] | None:
     fitting = [path for path in paths if not any(_is_within(other, path) for other in paths)]
     if not fitting or any(all(path != each and not _related(path, each) for each in fitting) for path in columns):
         return None
-    return [items.digest(row) for row in zip(*(_rows(columns[path]) for path in fitting), strict=True)]
+    return [items.digest(row) for row in zip(*(_rows(columns[path], Column(path)) for path in fitting), strict=True)]
 
 
 def read_columns(
@@ -101,14 +94,9 @@ def read_columns(
     every = [batch for epoch in epochs for batch in epoch]
     paths = [path for path in (every[0] if every else {}) if all(path in batch for batch in every)]
     # Padded variants come first: a padding that changes nothing here may do so in other batches.
-    found = list(paddings) or [
-        Column(path, padding) for path in paths for padding in _paddings([batch[path] for batch in every])
-    ]
+    found = list(paddings) or [each for path in paths for each in _paddings(path, [batch[path] for batch in every])]
     columns = [column for column in found if column.path in paths] + [Column(path) for path in paths]
-    views = [
-        {column: [_rows(batch[column.path], column.padding) for batch in epoch] for column in columns}
-        for epoch in epochs
-    ]
+    views = [{column: [_rows(batch[column.path], column) for batch in epoch] for column in columns} for epoch in epochs]
     ragged = [path for path in paths if len({batch[path].shape[1:] for batch in every if _is_array(batch[path])}) > 1]
     return views, found, ragged
 
@@ -256,34 +244,35 @@ def _kept(column: Any) -> Any:
     """What to keep of a column when the loader continues: a copy of an array that may be padded, else the names."""
     if _is_array(column) and column.ndim > 1:
         return torch.as_tensor(column).detach().to("cpu", copy=True) if _is_numeric(column) else column.copy()
-    return _rows(column)
+    return _rows(column, Column(""))
 
 
 def _is_numeric(column: Any) -> bool:
     return isinstance(column, torch.Tensor) or column.dtype.kind in "biuf"
 
 
-def _rows(column: Any, padding: Padding | None = None) -> list[Hashable]:
-    if _is_array(column):
-        if padding is None and _is_numeric(column) and all(size == 1 for size in column.shape[1:]):
-            return [_plain(value) for value in column.reshape(-1).tolist()]
-        return [items.digest(_trimmed(row, padding)) for row in column]
-    plain = all(isinstance(row, (str, int, float)) for row in column)
-    return [_plain(row) if plain else items.digest(row) for row in column]
+def _rows(data: Any, column: Column) -> list[Hashable]:
+    """A name for each row: the row itself if it is a number or a text, else its digest."""
+    if _is_array(data):
+        if column.padding is None and _is_numeric(data) and all(size == 1 for size in data.shape[1:]):
+            return [_plain(value) for value in data.reshape(-1).tolist()]
+        return [items.digest(_trimmed(row, column)) for row in data]
+    plain = all(isinstance(row, (str, int, float)) for row in data)
+    return [_plain(row) if plain else items.digest(row) for row in data]
 
 
-def _trimmed(row: Any, padding: Padding | None) -> Any:
-    if padding is None:
+def _trimmed(row: Any, column: Column) -> Any:
+    if column.padding is None:
         return row
     row = torch.as_tensor(row)
-    kept = (row != padding.value).nonzero()
+    kept = (row != column.padding).nonzero()
     if not len(kept):
         return row[:0]
-    return row[int(kept[0]) :] if padding.start else row[: int(kept[-1]) + 1]
+    return row[int(kept[0]) :] if column.start else row[: int(kept[-1]) + 1]
 
 
-def _paddings(columns: Sequence[Any]) -> list[Padding]:
-    """The paddings that a column may have: the most frequent values at the ends and at the starts of its rows."""
+def _paddings(path: str, columns: Sequence[Any]) -> list[Column]:
+    """The column with each padding that it may have: the most frequent values at its rows' ends and starts."""
     if not all(isinstance(column, torch.Tensor) and column.ndim == 2 and not column.is_complex() for column in columns):
         return []
     filled = [column for column in columns if column.shape[1]]
@@ -292,5 +281,5 @@ def _paddings(columns: Sequence[Any]) -> list[Padding]:
     found = []
     for start, place, most in ((False, -1, 2), (True, 0, 1)):
         counts = Counter(value for column in filled for value in column[:, place].tolist())
-        found += [Padding(value, start) for value, count in counts.most_common(most) if count > 1]
+        found += [Column(path, value, start) for value, count in counts.most_common(most) if count > 1]
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib.util
+import itertools
 import logging
 import multiprocessing
 import pickle
@@ -185,15 +186,15 @@ def _module_files(payload: bytes) -> dict[str, str]:
 
 def _provide_modules(files: dict[str, str]) -> None:
     for name, file in files.items():
-        if name in sys.modules or _importable(name):
+        if _is_importable(name):
             continue
-        for parent in _parents(name):
-            sys.modules.setdefault(parent, types.ModuleType(parent))
+        for parent in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
+            if not _is_importable(parent):
+                sys.modules[parent] = types.ModuleType(parent)
         specification = importlib.util.spec_from_file_location(name, file)
         if specification is None or specification.loader is None:
             continue
-        module = importlib.util.module_from_spec(specification)
-        sys.modules[name] = module
+        sys.modules[name] = module = importlib.util.module_from_spec(specification)
         try:
             specification.loader.exec_module(module)
         except BaseException:
@@ -201,17 +202,11 @@ def _provide_modules(files: dict[str, str]) -> None:
             raise
 
 
-def _importable(name: str) -> bool:
+def _is_importable(name: str) -> bool:
     try:
-        return importlib.util.find_spec(name) is not None
+        return name in sys.modules or importlib.util.find_spec(name) is not None
     except (ImportError, ValueError, AttributeError):
         return False
-
-
-def _parents(name: str) -> list[str]:
-    parts = name.split(".")[:-1]
-    parents = [".".join(parts[: length + 1]) for length in range(len(parts))]
-    return [parent for parent in parents if not _importable(parent)]
 
 
 def _start_method() -> str:

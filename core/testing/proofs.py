@@ -10,7 +10,7 @@ from ..errors import MidepochError
 from ..state.witness import Witness, of_another_sample
 from .examine import Examination
 from .law import law
-from .record import CAPABILITIES, Finding, Settings, from_midepoch, open_loader
+from .record import CAPABILITIES, Settings, from_midepoch, open_loader, violation
 from .report import HOLDS, Outcome
 
 __all__ = ["honesty", "witness"]
@@ -58,16 +58,15 @@ def witness(examination: Examination) -> Outcome:
 )
 def honesty(examination: Examination) -> Outcome:
     """What a loader promises with its first state, after its first batch, it still promises after two epochs."""
-    findings, reason = examination.investigate(_promises_kept, examination.options())
-    examination.raise_first(findings)
+    reason = examination.investigate(_promises_kept, examination.options())
     return Outcome("not promised", reason) if reason else HOLDS
 
 
-def _promises_kept(settings: Settings, options: Mapping[str, Any]) -> tuple[list[Finding], str]:
-    """What was taken back too late; and what was taken back in time."""
+def _promises_kept(settings: Settings, options: Mapping[str, Any]) -> str:
+    """What was taken back in time. What is taken back too late breaks the law."""
     with open_loader(settings, options) as loader:
         if getattr(loader, "capabilities", None) is None:
-            return [], ""
+            return ""
         stated = _promises(loader)
         batches = 0
         first: dict[str, bool] = {}
@@ -83,14 +82,10 @@ def _promises_kept(settings: Settings, options: Mapping[str, Any]) -> tuple[list
                     first = first or promised
                     for name in CAPABILITIES:
                         if first[name] and not promised[name]:
-                            reason = getattr(loader.capabilities, name).reason
-                            return [Finding(
-                                f"{name} as it was promised with the first state",
-                                f"after {batches} batches it is no: {reason}", epoch, batches,
-                            )], ""  # fmt: skip
+                            got = f"after {batches} batches it is no: {getattr(loader.capabilities, name).reason}"
+                            raise violation(f"{name} as it was promised with the first state", got, epoch, batches)
         taken_back = [name for name in CAPABILITIES if first and stated[name] and not first[name]]
-        reasons = [f"{name} is no: {getattr(loader.capabilities, name).reason}" for name in taken_back]
-        return [], "; ".join(reasons)
+        return "; ".join(f"{name} is no: {getattr(loader.capabilities, name).reason}" for name in taken_back)
 
 
 def _promises(loader: Any) -> dict[str, bool]:

@@ -19,12 +19,13 @@ import numpy as np
 import torch
 
 from . import items, naming
+from .report import LawError
 from .together import by_steps
 
 __all__ = [
-    "CAPABILITIES", "MOST_BATCHES", "OPTIONS", "Failure", "Finding", "Pass", "Recording", "Seen", "Settings", "Trial",
+    "CAPABILITIES", "MOST_BATCHES", "OPTIONS", "Failure", "Pass", "Recording", "Seen", "Settings", "Trial",
     "capture_failure", "experiment", "from_midepoch", "in_group", "length_of", "open_loader", "read_capabilities",
-    "read_views", "record", "record_many", "see", "state_of",
+    "read_views", "record", "record_many", "see", "state_of", "violation",
 ]  # fmt: skip
 
 MOST_BATCHES = 100_000  # of a pass: no epoch that is examined should be longer
@@ -330,21 +331,18 @@ def from_midepoch(name: str) -> Callable[..., Any]:
     return function
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A violation found by an investigation. The fields are those of `LawError`."""
-
-    expected: str
-    got: str
-    epoch: int | None = None
-    batch: int | None = None
-    cause: str | None = None
-    cure: str | None = None
+def violation(
+    expected: str, got: str, epoch: int | None = None, batch: int | None = None, cause: str = "", cure: str = ""
+) -> LawError:
+    """What an experiment raises if it finds the law broken. Where no cause and cure are given, the law's own are."""
+    return LawError("", epoch, batch, expected, got, cause, cure)
 
 
 def experiment(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """The result of ``function(*arguments)``, or the `Failure` in which it ended."""
+    """The result of ``function(*arguments)``, or the `LawError` or the `Failure` in which it ended."""
     try:
         return function(*arguments)
+    except LawError as found:
+        return found
     except Exception as error:  # noqa: BLE001 - the calling law judges it
         return capture_failure(error, f"in the experiment '{function.__name__.strip('_').replace('_', ' ')}'")

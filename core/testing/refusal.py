@@ -12,7 +12,7 @@ from ..errors import MidepochError
 from . import items
 from .examine import Examination
 from .law import law
-from .record import Finding, Settings, capture_failure, from_midepoch, open_loader, see
+from .record import Settings, capture_failure, from_midepoch, open_loader, see, violation
 from .report import HOLDS, Outcome, combined, names_all
 from .worlds import UNNAMED_VALUES
 
@@ -61,12 +61,18 @@ def refusal(examination: Examination) -> Outcome:
             if not isinstance(found, Outcome):
                 cases.append(found)
     else:
-        outcomes["fixed keys"] = Outcome(
-            "holds",
-            "the state is not midepoch's, so only missing keys, wrong types "
-            "and None were tried, and any exception will do",
-        )
-    _refuse_all(examination, cases, cut, good)
+        told = "the state is not midepoch's, so only missing keys, wrong types and None were tried, for any exception"
+        outcomes["fixed keys"] = Outcome("holds", told)
+    # The good state has the factory's own seed, so a loader that states another one cannot load it first.
+    places: list[tuple[str, int, dict[str, Any] | None]] = [
+        ("before the first batch", 0, None), (f"after {cut} batches", cut, None), ("after a load", 0, good)
+    ]  # fmt: skip
+    for when, taken, loaded in places:
+        for seed in {case.stated_seed for case in cases}:
+            if seed is None or loaded is None:
+                options = examination.options(**{} if seed is None else {"seed": seed})
+                chosen = [case for case in cases if case.stated_seed == seed]
+                _offer_all(examination, options, chosen, when, taken, loaded)
     return combined({"damage": HOLDS, **outcomes})
 
 
@@ -147,35 +153,13 @@ def _from_variation(examination: Examination, option: str, cut: int, good: dict[
     default = examination.default(option)
     if option == "size" and type(good["size"]) is not int:
         return Outcome("not applicable", "the loader does not know its size")
-    if type(default) is not int:
-        if option == "size":
-            return Outcome("not applicable", "the factory's size has no default to vary")
-        default = 0
-    trial = examination.trial(examination.options(**{option: default + 1}), states=True)
-    other = examination.sound(examination.record([trial])[0], f"a run with {option}={default + 1}")
-    states = other.passes[0].states
+    if option == "size" and type(default) is not int:
+        return Outcome("not applicable", "the factory's size has no default to vary")
+    default = default if type(default) is int else 0
+    states = examination.head_with(option, default + 1).passes[0].states
+    name = f"a state of {option}={default + 1}, loaded with {option}={default}"
     seed = default if option == "seed" else None
-    return _Case(
-        f"a state of {option}={default + 1}, loaded with {option}={default}",
-        states[min(cut, len(states) - 1)],
-        _MISMATCH,
-        (default + 1, default),
-        seed,
-    )
-
-
-def _refuse_all(examination: Examination, cases: Sequence[_Case], cut: int, good: dict[str, Any]) -> None:
-    """Offer all cases to a loader before, within and after a load. Then check that it continues as before."""
-    plain = [case for case in cases if case.stated_seed is None]
-    fresh: tuple[str, int, dict[str, Any] | None] = ("before the first batch", 0, None)
-    begun: tuple[str, int, dict[str, Any] | None] = (f"after {cut} batches", cut, None)
-    for place in (fresh, begun, ("after a load", 0, good)):
-        _offer_all(examination, examination.options(), plain, *place)
-    for case in cases:
-        if case.stated_seed is not None:
-            # The good state has the factory's own seed, so it cannot be loaded first.
-            for place in (fresh, begun):
-                _offer_all(examination, examination.options(seed=case.stated_seed), [case], *place)
+    return _Case(name, states[min(cut, len(states) - 1)], _MISMATCH, (default + 1, default), seed)
 
 
 def _offer_all(
@@ -189,14 +173,13 @@ def _offer_all(
     by_ids = examination.compares_by_ids()
 
     def offer(some: Sequence[_Case]) -> Any:
-        return examination.investigate(_offer, options, some, taken, loaded, by_ids)
+        return examination.investigate(_offer, options, some, when, taken, loaded, by_ids)
 
-    findings, rest, kept = offer(cases)
-    examination.raise_first([dataclasses.replace(each, got=f"{when}: {each.got}") for each in findings])
-    _, quiet, _ = offer([])
+    rest, kept = offer(cases)
+    quiet, _ = offer([])
     if kept and rest == quiet:
         return
-    culprits = [case.name for case in cases if offer([case])[1:] != (quiet, True)]
+    culprits = [case.name for case in cases if offer([case]) != (quiet, True)]
     raise examination.error(
         "after a refused state the loader continues as before",
         f"{when}: not so after the state '{culprits[0] if culprits else 'of several together'}' was refused",
@@ -211,11 +194,12 @@ def _offer(
     settings: Settings,
     options: Mapping[str, Any],
     cases: Sequence[_Case],
+    when: str,
     taken: int,
     loaded: dict[str, Any] | None,
     by_ids: bool,
-) -> tuple[list[Finding], list[Any], bool]:
-    """(what is wrong with the refusals, the batches that follow, whether the state stayed)."""
+) -> tuple[list[Any], bool]:
+    """(the batches that follow, whether the state stayed)."""
     with open_loader(settings, options, later=loaded is not None) as loader:
         if loaded is not None:
             loader.load_state_dict(copy.deepcopy(loaded))
@@ -224,15 +208,13 @@ def _offer(
             next(iterator)
         before = items.digest(loader.state_dict())
         for case in cases:
-            found = _refused(loader, case)
-            if found is not None:
-                return [found], [], True
+            _check_refused(loader, case, when)
         kept = items.digest(loader.state_dict()) == before
         seen = [see(settings, batch) for batch in (iterator if taken else loader)]
-        return [], [each.ids if by_ids else each.digest for each in seen], kept
+        return [each.ids if by_ids else each.digest for each in seen], kept
 
 
-def _refused(loader: Any, case: _Case) -> Finding | None:
+def _check_refused(loader: Any, case: _Case, when: str) -> None:
     kind = case.kind.rpartition(".")[2]
     expected = f"{kind} for a state with {case.name}"
     try:
@@ -241,9 +223,9 @@ def _refused(loader: Any, case: _Case) -> Finding | None:
         failure = capture_failure(error, "loading a state")
         if case.kind not in failure.kinds:
             cause = "the error is not of the kind that callers can catch"
-            return Finding(expected, str(failure), 0, None, cause, f"raise {kind}")
+            raise violation(expected, f"{when}: {failure}", 0, None, cause, f"raise {kind}") from None
         if not names_all(failure.message, case.names):
             expected += f", its message naming {' and '.join(map(str, case.names))}"
-            return Finding(expected, str(failure), 0, None, *UNNAMED_VALUES)
-        return None
-    return Finding(expected, "it was loaded", 0)
+            raise violation(expected, f"{when}: {failure}", 0, None, *UNNAMED_VALUES) from None
+        return
+    raise violation(expected, f"{when}: it was loaded", 0)

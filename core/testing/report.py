@@ -11,19 +11,9 @@ from typing import Any, Literal
 from ..loader.notebook import table
 
 __all__ = [
-    "HOLDS",
-    "MEANINGS",
-    "InapplicableError",
-    "LawError",
-    "Outcome",
-    "Promise",
-    "Report",
-    "Verdict",
-    "combined",
-    "legend",
-    "names_all",
-    "reach",
-]
+    "HOLDS", "MEANINGS", "InapplicableError", "LawError", "Outcome", "Promise", "Report", "Verdict", "combined",
+    "legend", "names_all", "reach",
+]  # fmt: skip
 
 Ending = Literal["holds", "refused clearly", "not promised", "not applicable"]
 Status = Ending | Literal["failed"]
@@ -69,19 +59,15 @@ class LawError(AssertionError):
     @property
     def place(self) -> str:
         """Where it happened, such as ``epoch 1, batch 3``; '' if that is not meaningful."""
-        return ", ".join(
-            f"{name} {value}" for name, value in (("epoch", self.epoch), ("batch", self.batch)) if value is not None
-        )
+        places = (("epoch", self.epoch), ("batch", self.batch))
+        return ", ".join(f"{name} {value}" for name, value in places if value is not None)
 
     def __str__(self) -> str:
-        lines = [
-            f"the law '{self.law}' is broken{f' at {self.place}' if self.place else ''}",
-            f"  expected: {self.expected}",
-            f"  got:      {self.got}",
-            f"  usually:  {self.cause}",
-            f"  cure:     {self.cure}",
-        ]
-        return "\n".join(lines)
+        where = f" at {self.place}" if self.place else ""
+        return (
+            f"the law '{self.law}' is broken{where}\n  expected: {self.expected}\n  got:      {self.got}\n"
+            f"  usually:  {self.cause}\n  cure:     {self.cure}"
+        )
 
 
 class InapplicableError(Exception):
@@ -152,10 +138,7 @@ class Report:
         return tuple(verdict.error for verdict in (*self.trials, *self.verdicts) if verdict.error is not None)
 
     def __getitem__(self, law: str) -> Verdict:
-        for verdict in self.verdicts:
-            if verdict.law == law:
-                return verdict
-        raise KeyError(law)
+        return {verdict.law: verdict for verdict in self.verdicts}[law]
 
     def __str__(self) -> str:
         lines = []
@@ -167,14 +150,14 @@ class Report:
 
     def _repr_html_(self) -> str:
         """For notebooks: the laws in a table, each with its reason, and what was expected and got of a broken one."""
+        verdicts, broken = [*self.trials, *self.verdicts], len(self.failures)
         rows = [
-            (each.law, each.status, "" if each.error is None else each.error.place,
-             each.reason if each.error is None else str(each.error), f"{each.seconds:.2f}")
-            for each in (*self.trials, *self.verdicts)
+            (each.law, each.status, each.error.place if each.error else "", str(each.error or each.reason),
+             f"{each.seconds:.2f}")
+            for each in verdicts
         ]  # fmt: skip
-        broken = len(self.failures)
         title = f"{broken} of {len(rows)} laws and trials are broken" if broken else "every law that applies holds"
-        return table(title, ("law", "verdict", "where", "", "seconds"), rows, legend([*self.trials, *self.verdicts]))
+        return table(title, ("law", "verdict", "where", "", "seconds"), rows, legend(verdicts))
 
 
 def legend(verdicts: Iterable[Verdict]) -> str:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from .examine import Examination
+from .examine import Examination, Place
 from .record import Pass, Recording
 from .report import LawError
 from .worlds import contents_of, count, starts_next_epoch
 
 __all__ = ["Answer", "Comparison", "answer_all"]
-
-Place = tuple[int, int]
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -50,6 +48,7 @@ class Comparison:
 
 
 EXACT = Answer("exact", "good")
+_REST = "rest of an epoch that was cut"
 
 
 def answer_all(examination: Examination) -> dict[str, Answer]:
@@ -62,102 +61,84 @@ def answer_all(examination: Examination) -> dict[str, Answer]:
         return {_REST: _failing(error)}
     if not places:
         return {_REST: Answer("an epoch is one batch: nothing to cut", "other")}
-    return {question: answer for ask in (_unchanged, _world, _options, _costs)
-            for question, answer in _asked(ask, examination, head, places).items()}  # fmt: skip
-
-
-def _asked(
-    ask: Callable[[Examination, Recording, Sequence[Place]], dict[str, Answer]],
-    examination: Examination,
-    head: Recording,
-    places: Sequence[Place],
-) -> dict[str, Answer]:
-    try:
-        return ask(examination, head, places)
-    except LawError as error:
-        return {_QUESTIONS[ask.__name__]: _failing(error)}
+    answers: dict[str, Answer] = {}
+    for question, ask in _questions(examination):
+        try:
+            answers |= ask(examination, question, head, places)
+        except LawError as error:
+            answers[question] = _failing(error)
+    return answers
 
 
 def _failing(error: LawError) -> Answer:
     return Answer(f"fails: {error.got.splitlines()[0].partition(' ')[0]}", "bad")
 
 
-_REST = "rest of an epoch that was cut"
-_QUESTIONS = {
-    "_unchanged": _REST, "_world": "continued on other ranks", "_options": "continued with other workers",
-    "_costs": "its state",
-}  # fmt: skip
+Ask = Callable[[Examination, str, Recording, Sequence[Place]], dict[str, Answer]]
 
 
-def _unchanged(examination: Examination, head: Recording, places: Sequence[Place]) -> dict[str, Answer]:
-    rest, following = [], []
-    for (epoch, cut), recording in zip(places, examination.resume_from(head, places, places), strict=True):
-        whole, after = head.passes[epoch], head.passes[epoch + 1]
-        rest.append(_answer(examination, whole, cut, [whole], [recording], 0))
-        following.append(_answer(examination, after, 0, [after], [recording], 1))
-    return {_REST: _worst(rest), "the epoch after it": _worst(following)}
-
-
-def _world(examination: Examination, head: Recording, places: Sequence[Place]) -> dict[str, Answer]:
-    found = {}
+def _questions(examination: Examination) -> Iterator[tuple[str, Ask]]:
+    yield _REST, _unchanged
     for world_size in examination.worlds[1:2]:
-        resumed = examination.resume_world([head], places, world_size)
-        found[f"continued on {world_size} ranks"] = _worst(
-            [
-                _answer(examination, head.passes[epoch], cut, [head.passes[epoch]],
-                        [recordings[number] for recordings in resumed], 0, world_size)
-                for number, (epoch, cut) in enumerate(places)
-                if _is_enough(examination, head.passes[epoch], cut, world_size)
-            ]
-        )  # fmt: skip
-    return found
-
-
-def _options(examination: Examination, head: Recording, places: Sequence[Place]) -> dict[str, Answer]:
-    changes: list[tuple[str, dict[str, int]]] = []
-    if examination.most_workers:
-        workers = examination.most_workers
-        changes.append((f"continued with {workers} workers", {"num_workers": workers}))
+        yield f"continued on {world_size} ranks", partial(_changed, world_size=world_size)
+    if workers := examination.most_workers:
+        yield f"continued with {workers} workers", partial(_changed, num_workers=workers)
     if examination.takes("batch_size") and type(examination.default("batch_size")) is int:
         size = examination.default("batch_size") + 1
-        changes.append((f"continued with batches of {size}", {"batch_size": size}))
-    found = {}
-    for question, options in changes:
-        resumed = examination.resume_from(head, places[:2], (), **options)  # each starts processes
-        found[question] = _worst(
-            [
-                _answer(examination, head.passes[epoch], cut, [head.passes[epoch]], [recording], 0, elastic=True)
-                for (epoch, cut), recording in zip(places, resumed, strict=False)
-                if _is_enough(examination, head.passes[epoch], cut, 1, options.get("batch_size", 0))
-            ]
-        )
-    return found
+        yield f"continued with batches of {size}", partial(_changed, batch_size=size)
+    yield "its state", _state
 
 
-def _costs(examination: Examination, head: Recording, places: Sequence[Place]) -> dict[str, Answer]:
+def _unchanged(
+    examination: Examination, question: str, head: Recording, places: Sequence[Place]
+) -> dict[str, Answer]:
+    rest, following = [], []
+    for (epoch, cut), recording in zip(places, examination.resume_from(head, places, places), strict=True):
+        rest.append(_answer(examination, head.passes[epoch], cut, [recording], 0))
+        following.append(_answer(examination, head.passes[epoch + 1], 0, [recording], 1))
+    return {question: _worst(rest), "the epoch after it": _worst(following)}
+
+
+def _changed(
+    examination: Examination, question: str, head: Recording, places: Sequence[Place], world_size: int = 1,
+    **options: int,
+) -> dict[str, Answer]:  # fmt: skip
+    """On so many ranks, or with another option of the loader."""
+    if options:
+        places = places[:2]  # each may start processes
+        resumed = [examination.resume_from(head, places, (), **options)]
+    else:
+        resumed = examination.resume_world([head], places, world_size)
+    answers = [
+        _answer(examination, head.passes[epoch], cut, [each[number] for each in resumed], 0, bool(options))
+        for number, (epoch, cut) in enumerate(places)
+        if _is_enough(examination, head.passes[epoch], cut, world_size, options.get("batch_size", 0))
+    ]
+    return {question: _worst(answers)}
+
+
+def _state(examination: Examination, question: str, head: Recording, places: Sequence[Place]) -> dict[str, Answer]:
     state = head.passes[0].states[1]
     if set(state) == {"epoch", "batches"}:
-        return {"its state": Answer("a number of batches, which are read again", "other")}
+        return {question: Answer("a number of batches, which are read again", "other")}
     declared, _ = examination.capability("constant_time_resume")
     read = {True: ", nothing is read again", False: ", what was read is read again", None: ""}[declared]
     try:
         size = f"{len(json.dumps(state))} bytes"
     except (TypeError, ValueError):  # a state of another library, with tensors for example
         size = "not JSON"
-    return {"its state": Answer(f"{size}{read}", "good" if declared else "other")}
+    return {question: Answer(f"{size}{read}", "good" if declared else "other")}
 
 
 def _answer(
     examination: Examination,
     whole: Pass,
     cut: int,
-    before: Sequence[Pass],
     resumed: Sequence[Recording],
     number: int,
-    world_size: int = 1,
     elastic: bool = False,
 ) -> Answer:
-    """What became of an epoch of which ``before`` gave ``cut`` batches, and pass ``number`` of each resume the rest."""
+    """What became of an epoch, of which ``cut`` batches were given, and the rest by pass ``number`` of each resume."""
     for recording in resumed:
         if recording.failure is not None:
             if "midepoch.errors.StateError" in recording.failure.kinds:
@@ -171,9 +152,9 @@ def _answer(
             return Answer("other batches", "bad")
         return Answer("not known: nothing names the samples", "other")
     order = count(whole.ids)
-    got = count(ids for part in before for ids in part.ids[:cut]) + count(ids for part in parts for ids in part.ids)
+    got = count(whole.ids[:cut]) + count(ids for part in parts for ids in part.ids)
     lost, twice = (order - got).total(), (got - order).total()
-    settings = examination.settings
+    settings, world_size = examination.settings, len(parts)
     # Which samples an uninterrupted run leaves out depends on the batch size: they are neither lost nor surplus.
     padding = world_size - 1 if settings.tail == "pad" else 0
     dropped = world_size - 1 if settings.tail == "drop" else 0
@@ -187,11 +168,8 @@ def _answer(
             again = f", {twice - strangers} twice" if twice > strangers else ""
             return Answer(f"{lost} of {order.total()} samples not the same{again}", "bad")
         return Answer(f"{lost} of {order.total()} samples lost, {twice} twice", "bad")
-    if (
-        len(parts) == 1
-        and not elastic
-        and [each for ids in parts[0].ids for each in ids] != [each for ids in whole.ids[cut:] for each in ids]
-    ):
+    rest, given = ([sample for ids in each for sample in ids] for each in (whole.ids[cut:], parts[0].ids))
+    if len(parts) == 1 and not elastic and rest != given:
         return Answer("the same samples in another order", "bad")
     known = contents_of([whole])
     if any(not content <= known[name] for name, content in contents_of(parts).items() if name in known):

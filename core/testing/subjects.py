@@ -157,37 +157,24 @@ def _enough_of(loader: DataLoader[Any]) -> int:
 def _beginning_of(loader: DataLoader[Any], samples: int) -> DataLoader[Any]:
     """The same DataLoader over the first samples of its dataset."""
     part = Subset(loader.dataset, range(samples))
-    sampler: Any = loader.sampler
-    if type(sampler) is RandomSampler:
-        sampler = RandomSampler(part, generator=sampler.generator)
-    else:
-        sampler = SequentialSampler(part)
+    given: Any = loader.sampler
+    shuffled = type(given) is RandomSampler
+    sampler = RandomSampler(part, generator=given.generator) if shuffled else SequentialSampler(part)
     return rebuilt(loader, loader.num_workers, dataset=part, sampler=sampler)
 
 
 def rebuilt(loader: DataLoader[Any], num_workers: int, batch_size: int | None = None, **other: Any) -> DataLoader[Any]:
     """The same DataLoader with so many workers, and if given another batch size, dataset, sampler or kept workers."""
-    keywords: dict[str, Any] = {
-        "num_workers": num_workers,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "worker_init_fn": loader.worker_init_fn,
-        "generator": loader.generator,
-    }
+    names = ["dataset", "collate_fn", "pin_memory", "worker_init_fn", "generator"]
     if num_workers:
-        keywords |= {
-            "timeout": loader.timeout,
-            "multiprocessing_context": loader.multiprocessing_context,
-            "prefetch_factor": loader.prefetch_factor,
-            "persistent_workers": other.pop("persistent_workers", loader.persistent_workers),
-        }
-    if not isinstance(loader.dataset, IterableDataset):
-        if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-            return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **keywords)
-        keywords["sampler"] = loader.sampler
-    keywords |= {"dataset": loader.dataset, **other}
-    size = loader.batch_size if batch_size is None else batch_size
-    return DataLoader(batch_size=size, drop_last=loader.drop_last, **keywords)
+        names += ["timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers"]
+    listed = not isinstance(loader.dataset, IterableDataset)
+    if listed and loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        names.append("batch_sampler")
+    else:
+        names += ["batch_size", "drop_last", *["sampler"] * listed]
+    keywords = {name: getattr(loader, name) for name in names} | {"num_workers": num_workers, **other}
+    return DataLoader(**keywords if batch_size is None else keywords | {"batch_size": batch_size})
 
 
 def _has_state(made: Any) -> bool:
@@ -227,52 +214,49 @@ def recognise(settings: Settings, options: Mapping[str, Any]) -> Nature:
     with open_loader(settings, options) as made:
         loader = loader_of(made)
         source = made.source if isinstance(made, Loader) else made
-        kind, samples = type(source).__name__, 0
-        if type(source) is DataLoader and "size" not in taken:
-            samples = _enough_of(source)
+        plain, own_state = type(source) is DataLoader, loader is None and _has_state(made)
+        kind, samples = type(source).__name__, _enough_of(source) if plain and "size" not in taken else 0
         if samples:
             kind = f"{kind}; of its {len(source.dataset):,} samples the first {samples:,}"
         derived: list[tuple[str, int]] = []
-        if type(source) is DataLoader and "num_workers" not in taken:
+        if plain and "num_workers" not in taken:
             derived.append(("num_workers", 0))
             if type(source.batch_sampler) is BatchSampler and "batch_size" not in taken:
                 derived.append(("batch_size", source.batch_sampler.batch_size))
-        own_state = loader is None and _has_state(made)
         ranks = loader is None or (isinstance(made, Loader) and Part("", made).stated_world is None)
         if ranks and not own_state and not taken.keys() & set(_WORLD):
             derived += [("rank", 0), ("world_size", 1)]
-        fixed, drop_last = tuple(derived), isinstance(source, DataLoader) and source.drop_last
+        drop_last = isinstance(source, DataLoader) and source.drop_last
+        nature = Nature(kind, "given", None, derived=tuple(derived), drop_last=drop_last, samples=samples)
         if loader is not None:
             iterable = isinstance(made, Loader) and (hasattr(type(source), "__iter__") or inspect.isfunction(source))
             part = Part("", loader)
             then = part.options["then"] is not None
-            return Nature(kind, "given", "bare" if iterable else None, "", fixed, drop_last, part.tail, then, samples)
+            return replace(nature, other="bare" if iterable else None, tail=part.tail, works_on_batches=then)
         try:
             wrapped = from_midepoch("wrap")(made, seed=0)
         except UnsupportedSourceError as error:
-            return Nature(kind, "given" if own_state else "bare", None, str(error), fixed, samples=samples)
+            return replace(nature, side="given" if own_state else "bare", refusal=str(error))
         if own_state:
             return Nature(kind, "given", "wrapped")
-        return Nature(kind, "wrapped", "bare", "", fixed, drop_last, Part("", wrapped).tail, samples=samples)
+        return replace(nature, side="wrapped", other="bare", tail=Part("", wrapped).tail)
 
 
 def possible_variations(settings: Settings, subject: Subject) -> Subject:
     """The subject with those of its derived parameters with which it gives a batch, or at least ends."""
     kept = dict(subject.derived)
-    tries: list[tuple[tuple[str, ...], dict[str, int]]] = [
-        (_WORLD, {"rank": 1, "world_size": 2}),
-        (("num_workers",), {"num_workers": max(settings.num_workers, default=0)}),
-        (("batch_size",), {"batch_size": kept.get("batch_size", 0) + 1}),
-    ]
-    for names, options in tries:
-        if not kept.keys() >= set(names):
+    for options in (
+        {"rank": 1, "world_size": 2},
+        {"num_workers": max(settings.num_workers, default=0)},
+        {"batch_size": kept.get("batch_size", 0) + 1},
+    ):
+        if not kept.keys() >= options.keys():
             continue
         try:
             with open_loader(replace(settings, make_loader=subject), options) as loader:
                 next(iter(loader), None)
         except Exception:  # noqa: BLE001 - whatever it is: the loader is then examined without this variation
-            for name in names if names != ("num_workers",) else ():
-                del kept[name]
-            if names == ("num_workers",):
-                return replace(subject, derived=tuple(each for each in kept.items() if each[0] in _WORLD))
+            # A DataLoader that fails with workers would be built anew for another batch size, too.
+            failed = {"num_workers", "batch_size"} if "num_workers" in options else options.keys()
+            kept = {name: value for name, value in kept.items() if name not in failed}
     return replace(subject, derived=tuple(kept.items()))

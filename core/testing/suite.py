@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .examine import Examination
 from .law import Law
@@ -27,31 +27,11 @@ class ResumableTests:
     If one of them becomes applicable, its test fails, so that you remove it from the list.
     """
 
-    # Functions are typed Any: type checkers would take them for methods.
-    make_loader: ClassVar[Any]
-    world_sizes: ClassVar[Sequence[int]] = (1, 2, 3)
-    num_workers: ClassVar[Sequence[int]] = (0, 2)
-    epochs: ClassVar[int] = 2
-    cuts: ClassVar[Sequence[int] | None] = None
-    quick: ClassVar[bool] = False
-    shuffled: ClassVar[bool | None] = None
-    tail: ClassVar[Literal["pad", "drop", "uneven"]] = "pad"
-    drop_last: ClassVar[bool] = False
-    elastic_content: ClassVar[bool] = True
-    parts: ClassVar[int] = 1
-    identify: ClassVar[Any] = None
-    draws: ClassVar[Any] = None
-    gather: ClassVar[Any] = None
-    reseal: ClassVar[Any] = None
-    state_bytes: ClassVar[int] = 16384
-    timeout: ClassVar[float] = 120.0
-    options: ClassVar[Sequence[str] | None] = None
-    plain: ClassVar[Any] = None
     not_applicable: ClassVar[frozenset[str]] = frozenset()
 
     if TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Callable[[], None]: ...  # the tests, which are set below
+        def __getattr__(self, name: str) -> Any: ...  # the settings and the tests, which are set below
 
     def _examine(self, law: str) -> None:
         outcome = examine_law(self._examination(), law)
@@ -73,8 +53,7 @@ class ResumableTests:
         return found
 
     def _settings(self) -> Settings:
-        given = [each.name for each in dataclasses.fields(Settings) if hasattr(type(self), each.name)]
-        return Settings(**{"make_loader": self._value("make_loader")} | {name: self._value(name) for name in given})
+        return Settings(**{each.name: self._value(each.name) for each in dataclasses.fields(Settings)})
 
     def _value(self, name: str) -> Any:
         """This attribute. A function may be a method, a staticmethod or a plain module-level function."""
@@ -96,6 +75,8 @@ def _test_of(law: Law) -> Callable[[ResumableTests], None]:
     return test
 
 
+for _field in dataclasses.fields(Settings)[1:]:
+    setattr(ResumableTests, _field.name, _field.default)
 for _law in LAWS.values():
     _test = _test_of(_law)
     setattr(ResumableTests, _test.__name__, _test)

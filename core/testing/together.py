@@ -35,42 +35,35 @@ class GlobalBatches:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        return _Steps(self._loader, self._sizes)
+        # `iter` begins no pass, so that of the loader may be made at once.
+        return self._steps(iter(self._loader))
+
+    def _steps(self, batches: Iterator[Any]) -> Iterator[Any]:
+        parts, taken = [], 0
+        for batch in batches:
+            taken += 1
+            if self._loader.weight:
+                parts.append(batch)
+            if self._loader.step_due:
+                self._sizes.append(taken)
+                yield _joined(parts) if parts else _without_samples(batch)
+                parts, taken = [], 0
 
     def __len__(self) -> int:
         size, together = self._loader.state_dict()["size"], self._loader.global_batch
         return int(size // together if self._loader.drop_last else -(-size // together))
 
     def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
-        """As the loader's. `in_flight` counts global batches."""
-        sizes = list(self._sizes)[len(self._sizes) - in_flight :] if in_flight <= len(self._sizes) else None
-        state: dict[str, Any] = self._loader.state_dict(_REMEMBERED if sizes is None else sum(sizes))
+        """The loader's state. `in_flight` counts global batches."""
+        known = in_flight <= len(self._sizes)
+        sizes = list(self._sizes)[len(self._sizes) - in_flight :] if known else [_REMEMBERED]
+        state: dict[str, Any] = self._loader.state_dict(sum(sizes))
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """As the loader's."""
+        """Load into the wrapped loader."""
         self._loader.load_state_dict(state)
         self._sizes.clear()
-
-
-class _Steps:
-    """One pass. It reads no batch before it is asked for."""
-
-    def __init__(self, loader: Any, sizes: deque[int]) -> None:
-        self._loader, self._sizes, self._pass = loader, sizes, iter(loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        parts, taken = [], 0
-        while not taken or not self._loader.step_due:
-            batch = next(self._pass)
-            taken += 1
-            if self._loader.weight:
-                parts.append(batch)
-        self._sizes.append(taken)
-        return _joined(parts) if parts else _without_samples(batch)
 
 
 def _joined(parts: list[Any]) -> Any:

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import multiprocessing
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +36,6 @@ __all__ = ["transparent"]
 
 _PASSES = 3
 _MOST_UNKNOWN = 1000  # batches of a pass whose length is unknown
-_USUAL = frozenset({"order"})
 _FEW = 32  # items of a container that are compared one by one
 _ERRORS = "midepoch.errors"
 _OURS = f"{_ERRORS}.MidepochError"
@@ -53,14 +51,17 @@ Side = Literal["plain", "wrapped"]
 def transparent(examination: Examination) -> Outcome:
     """Undisturbed, it gives the plain loader's samples, batches, length and end, and leaves no other trace."""
     outcomes: dict[str, Outcome] = {}
-    read: dict[_Way, tuple[Any, Any, Any]] = {}
-    for way in _ways(examination):
-        plain, again, wrapped = read[way] = _read_both(examination, way, read.get(_Way()))
-        if isinstance(plain, str):
-            return Outcome("not applicable", plain)
-        outcomes[str(way)] = _Pair(examination, way, plain, again, wrapped).compare()
-    if isinstance(wrapped, _Reading) and all(each.status == "holds" for each in outcomes.values()):
-        outcomes["ranks"] = _compare_ranks(examination, wrapped.departs)
+    alone: list[Any] | None = None
+    workers = examination.most_workers
+    ways = [_Way(), _Way(workers), _Way(workers, kept=True)] if workers else [_Way()]
+    for way in ways[:2] if examination.settings.quick else ways:
+        sides = _read_sides(examination, way, alone)
+        alone = alone or sides
+        if isinstance(sides[0], str):
+            return Outcome("not applicable", sides[0])
+        outcomes[str(way)] = _Comparison(examination, way, *sides).judge()
+    if isinstance(sides[2], _Reading) and all(each.status == "holds" for each in outcomes.values()):
+        outcomes["ranks"] = _compare_ranks(examination, sides[2].departs)
     return combined(outcomes)
 
 
@@ -69,22 +70,14 @@ def transparent(examination: Examination) -> Outcome:
 
 @dataclass(frozen=True)
 class _Way:
-    """How both sides are read: with so many workers (None: as make_loader does), kept or not, started by `method`."""
+    """How both sides are read: with so many workers (None: as make_loader does), kept from pass to pass or not."""
 
     num_workers: int | None = None
     kept: bool = False
-    method: str | None = None
 
     def __str__(self) -> str:
-        told = [f"num_workers={self.num_workers}"] if self.num_workers else ["alone"]
-        return ", ".join([*told, *["kept"] * self.kept, *([f"by {self.method}"] if self.method else [])])
-
-
-def _ways(examination: Examination) -> list[_Way]:
-    workers, ways = examination.most_workers, [_Way()]
-    if workers and examination.settings.quick:
-        return [*ways, _Way(workers)]  # as the platform starts processes
-    return [*ways, *(_Way(workers, kept, "spawn") for kept in (False, True) if workers)]
+        workers = f"num_workers={self.num_workers}" if self.num_workers else "alone"
+        return f"{workers}, kept" if self.kept else workers
 
 
 @dataclass
@@ -111,9 +104,25 @@ class _Reading:
     departs: frozenset[str] | None = None
     unsure: bool = False
 
+    def end(self, epoch: int) -> tuple[str, str]:
+        """How a pass ended: "ended" by itself, "endless", or by the exception of this class, with its words."""
+        if epoch < len(self.passes) - 1 or not (self.endless or self.raised):
+            return "ended", ""
+        if self.raised is None:
+            return "endless", ""
+        # A DataLoader's worker sends a traceback, whose last line has the class before the words.
+        kind, words = self.raised.kinds[0], self.raised.message.rstrip().rpartition("\n")[2]
+        return kind, words.rpartition(f"{kind.rpartition('.')[2]}: ")[2]
 
-@dataclass
-class _Opened:
+    def ending(self, epoch: int) -> str:
+        """The same in words."""
+        (kind, words), number = self.end(epoch), len(self.passes[epoch].batches)
+        if kind == "ended":
+            return f"the pass ends after {number} batches"
+        return f"no end within {number} batches" if kind == "endless" else f"after {number} batches {kind}: {words}"
+
+
+class _Opened(NamedTuple):
     """One side, freshly made: what is iterated, the user's own object in it, what is done with each batch."""
 
     loader: Any
@@ -122,38 +131,24 @@ class _Opened:
     departs: frozenset[str] | None = None
 
 
-def _read_both(
-    examination: Examination, way: _Way, alone: tuple[Any, Any, Any] | None
-) -> tuple[Any, Any, _Reading | Failure]:
+def _read_sides(examination: Examination, way: _Way, alone: list[Any] | None) -> list[Any]:
     """The plain loader, the same under other global seeds, and the wrapped one, as `_read_side` reads them.
 
     `alone`: the same without workers. A loader that promises the same samples for any number of workers is compared
-    with the plain loader without them, since starting them takes seconds.
+    with that plain loader, since starting workers takes time. What is refused alone may be read by workers.
     """
     options = examination.options()
-    calls: list[tuple[int, Side, bool]] = [(0, "plain", False), (0, "plain", True), (1, "wrapped", False)]
-    same = (
-        alone is not None
-        and isinstance(alone[2], _Reading)
-        and alone[2].raised is None  # what is refused alone may be read by workers, as plain ones read it
-        and examination.capability("elastic_workers")[0]
-    )
-    results = examination.run(
-        [
-            (process, _read_side, (examination.named, options, way, side, later))
-            for process, side, later in calls[2 if same else 0 :]
-        ]
-    )
-    plain, again, wrapped = (*alone[:2], *results) if alone is not None and same else results
-    return plain, again, wrapped
+    wrapped = None if alone is None else alone[2]
+    same = isinstance(wrapped, _Reading) and not wrapped.raised and examination.capability("elastic_workers")[0]
+    sides: list[tuple[int, Side, bool]] = [(0, "plain", False), (0, "plain", True), (1, "wrapped", False)]
+    asked = [(process, _read_side, (examination.named, options, way, *side)) for process, *side in sides]
+    return [*alone[:2], *examination.run(asked[2:])] if alone and same else examination.run(asked)
 
 
 def _read_side(
     settings: Settings, options: Mapping[str, Any], way: _Way, side: Side, later: bool
 ) -> _Reading | Failure | str:
     """What one side does. A text says why there is nothing to compare with, a `Failure` that none could be made."""
-    before = multiprocessing.get_start_method()
-    multiprocessing.set_start_method(way.method or before, force=True)
     reading = _Reading()
     try:
         with _opened(settings, options, way, side, later) as opened:
@@ -164,8 +159,6 @@ def _read_side(
         return str(reason)
     except Exception as error:  # noqa: BLE001 - the law judges it
         return capture_failure(error, "making the loader")
-    finally:
-        multiprocessing.set_start_method(before, force=True)
     return reading
 
 
@@ -214,10 +207,6 @@ def _no_plain(source: Any, part: Part) -> str:
     return ""
 
 
-def _is_iterator(source: Any) -> bool:
-    return hasattr(type(source), "__next__")
-
-
 def _is_function(source: Any) -> bool:
     return callable(source) and not hasattr(type(source), "__iter__")
 
@@ -248,7 +237,8 @@ def _read(settings: Settings, opened: _Opened, side: Side, reading: _Reading) ->
         except Exception as error:  # noqa: BLE001 - it is compared
             reading.raised = capture_failure(error, f"iterating, pass {epoch}")
         reading.unsure = isinstance(_length_of(opened.loader), Failure)
-        if side == "plain" and epoch and not batches and reading.raised is None and _is_iterator(opened.loader):
+        is_iterator = hasattr(type(opened.loader), "__next__")
+        if side == "plain" and epoch and not batches and reading.raised is None and is_iterator:
             reading.passes.pop()  # it can be read once, and only midepoch begins it again
             return
         if reading.endless or reading.raised is not None:
@@ -279,13 +269,11 @@ def _set_epoch(source: Any, epoch: int) -> set[str]:
 
 # --- what the program can see -----------------------------------------------------------------------------------------
 
-_PARTS = ("sampler", "batch_sampler", "dataset")
-
 
 def _parts(source: Any) -> dict[str, Any]:
     """The user's own objects: a loader's sampler, batch sampler and dataset; of another source, itself."""
     held = _attributes(source)
-    found = {name: held[name] for name in _PARTS if held.get(name) is not None}
+    found = {name: held[name] for name in ("sampler", "batch_sampler", "dataset") if held.get(name) is not None}
     return found or {"source": source}
 
 
@@ -295,40 +283,39 @@ def _attributes(thing: Any) -> dict[str, Any]:
         held = object.__getattribute__(thing, "__dict__")
     except AttributeError:
         return {}
-    return held if type(held) is dict else {}
+    return dict(held) if type(held) is dict else {}
 
 
 def _visible(source: Any) -> dict[str, Hashable]:
     """Path -> value of the plain attributes of the user's own objects, and of the objects in these."""
     found: dict[str, Hashable] = {}
-    for place, part in _parts(source).items() if source is not None else ():
-        for name, value in _public(part):
-            found.update(_plain(f"{place}.{name}", value))
-            for inner, value_inside in _public(value):
-                found.update(_plain(f"{place}.{name}.{inner}", value_inside))
+    waiting = [] if source is None else [(place, part, 0) for place, part in _parts(source).items()]
+    while waiting:
+        path, thing, depth = waiting.pop()
+        for name, value in _attributes(thing).items():
+            if not str(name).startswith("_"):
+                found.update(_plain(f"{path}.{name}", value))
+                if depth == 0:
+                    waiting.append((f"{path}.{name}", value, 1))
     return found
 
 
-def _public(thing: Any) -> list[tuple[str, Any]]:
-    return [(name, each) for name, each in list(_attributes(thing).items()) if not str(name).startswith("_")]
+_PLAIN = (bool, int, str, float, type(None))
 
 
 def _plain(path: str, value: Any) -> dict[str, Hashable]:
     """A number, a text or a bool, by its path; of a container its length, and its items if they are few and plain."""
-    if value is None or type(value) in (bool, int, str):
-        return {path: value}
-    if type(value) is float:
-        return {path: repr(value)}
+    if type(value) in _PLAIN:
+        return {path: repr(value) if type(value) is float else value}
     if type(value) in (torch.Tensor, np.ndarray):
         return {f"{path}.shape": tuple(value.shape)}
     if type(value) not in (list, tuple, dict, set):
         return {}
     found: dict[str, Hashable] = {f"len({path})": len(value)}
-    items = list(value.items()) if type(value) is dict else [*value]
-    if len(items) <= _FEW and type(value) is not set:
-        parts = [part for item in items for part in (item if type(item) is tuple else (item,))]
-        if all(part is None or type(part) in (bool, int, str, float) for part in parts):
-            found[path] = repr(value)
+    members = list(value.items()) if type(value) is dict else list(value)
+    parts = [part for each in members for part in (each if type(each) is tuple else (each,))]
+    if len(members) <= _FEW and type(value) is not set and all(type(part) in _PLAIN for part in parts):
+        found[path] = repr(value)
     return found
 
 
@@ -336,7 +323,7 @@ def _plain(path: str, value: Any) -> dict[str, Hashable]:
 
 
 @dataclass
-class _Pair:
+class _Comparison:
     """The plain loader, the same under other global seeds, and the wrapped one."""
 
     examination: Examination
@@ -346,7 +333,7 @@ class _Pair:
     wrapped: _Reading | Failure
     drawn: dict[str, None] = field(default_factory=dict)
 
-    def compare(self) -> Outcome:
+    def judge(self) -> Outcome:
         """Raise the law's error at the first difference."""
         one, two, got = self.plain, self.again, self.wrapped
         if isinstance(got, Failure):
@@ -357,22 +344,20 @@ class _Pair:
             raise self.error("a plain loader", f"{one}")
         if one.raised is not None and self.way.num_workers and not any(part.batches for part in one.passes):
             return Outcome("not applicable", f"the plain loader raises {one.raised}")
-        refused = got.raised is not None and _OURS in got.raised.kinds
-        departs = _USUAL if got.departs is None else got.departs
-        if not refused:
+        refused = got.raised if got.raised is not None and _OURS in got.raised.kinds else None
+        departs = frozenset({"order"}) if got.departs is None else got.departs
+        if refused is None:
             self.lengths(one, got, departs)
         for epoch, (first, second, mine) in enumerate(zip(one.passes, two.passes, got.passes, strict=False)):
-            last = epoch == len(got.passes) - 1
-            if refused and last:
+            if refused is not None and epoch == len(got.passes) - 1:
                 break
-            ended = not (one.endless or one.raised is not None) or epoch < len(one.passes) - 1
-            if not (ended and (not last or not (got.endless or got.raised is not None))):
+            if {one.end(epoch)[0], got.end(epoch)[0]} != {"ended"}:
                 self.unusual_end(epoch, one, two, got, departs)
                 break
             self.batches(epoch, first, second, mine, departs)
             self.views(epoch + 1, one, two, got)
-        if refused and got.raised is not None:
-            return Outcome("refused clearly", got.raised.message)
+        if refused is not None:
+            return Outcome("refused clearly", refused.message)
         self.contents(one, two, got)
         return Outcome("holds", f"drawn, and so not compared: {', '.join(self.drawn)}" if self.drawn else "")
 
@@ -383,38 +368,34 @@ class _Pair:
 
     def lengths(self, one: _Reading, got: _Reading, departs: frozenset[str]) -> None:
         """`len`, of fresh loaders. One that the plain loader does not know is the number of batches, or taken back."""
-        if "tail" in departs or one.length == got.length:
-            return
         plain, mine = one.length, got.length
+        if "tail" in departs or plain == mine or (isinstance(mine, Failure) and _OURS in mine.kinds):
+            return
         if isinstance(plain, Failure):
+            unknown = plain.kinds[0] in ("builtins.TypeError", "builtins.NotImplementedError")
             if isinstance(mine, Failure):
-                same = plain.kinds[0] == mine.kinds[0] or _OURS in mine.kinds
+                same = plain.kinds[0] == mine.kinds[0]
             else:
-                unknown = plain.kinds[0] in ("builtins.TypeError", "builtins.NotImplementedError")
-                ended = mine == len(got.passes[0].batches) and not got.endless
-                same = unknown and (ended or got.unsure)
+                same = unknown and (got.unsure or (mine == len(got.passes[0].batches) and not got.endless))
             if same:
                 return
-        elif isinstance(mine, Failure) and _OURS in mine.kinds:
-            return
-        raise self.error(f"len() {_told(plain)}", f"{_told(mine)}", epoch=0)
+        texts = (f"raises {each}" if isinstance(each, Failure) else str(each) for each in (plain, mine))
+        raise self.error(f"len() {next(texts)}", next(texts), epoch=0)
 
     def unusual_end(self, epoch: int, one: _Reading, two: _Reading, got: _Reading, departs: frozenset[str]) -> None:
         """A pass that has raised, or has not ended, on one side or on both."""
         first, mine = one.passes[epoch], got.passes[epoch]
         at = len(mine.batches)
-        ends = [_end(each, epoch) for each in (one, two, got)]
-        if ends[0] != ends[2] and not (ends[0] != ends[1] and ends[0][0] == ends[2][0]):
-            texts = [_told_end(each, epoch) for each in (one, got)]
-            raise self.error(texts[0], texts[1], epoch, at)
-        common = min(len(first.batches), at)
-        ours, theirs = mine.ids[:common], first.ids[:common]
+        plain, again, ours = (each.end(epoch) for each in (one, two, got))
+        if plain != ours and not (plain != again and plain[0] == ours[0]):
+            raise self.error(one.ending(epoch), got.ending(epoch), epoch, at)
         if one.endless:
             self.sets(epoch, first, two.passes[epoch], mine)
             return
         expected = len(first.batches)
-        comparable = ours == theirs or self.keeps_order(departs)  # another order comes to the same end elsewhere
-        if comparable and expected == len(two.passes[epoch].batches) != at:
+        common = min(expected, at)
+        comparable = mine.ids[:common] == first.ids[:common] or self.keeps_order(departs)
+        if comparable and expected == len(two.passes[epoch].batches) != at:  # else the end comes at another place
             raise self.error(f"{expected} batches before it ends so", f"{at} batches", epoch, at)
 
     def sets(self, epoch: int, first: Pass, second: Pass, mine: Pass) -> None:
@@ -430,12 +411,11 @@ class _Pair:
 
     def batches(self, epoch: int, first: Pass, second: Pass, mine: Pass, departs: frozenset[str]) -> None:
         """The samples of a pass, its batches, and where the source's own order is kept, that."""
-        named = [_names(part, self.blind) for part in (first, second, mine)]
+        named = [list(map(_kinds, part.batches)) if self.blind else part.ids for part in (first, second, mine)]
         one, two, got = (count(each) for each in named)
         if one == two:
             for names, what in ((one - got, "lost"), (got - one, "too often")):
-                if names:
-                    sample = next(iter(names))
+                for sample in names:
                     at = next((n for n, ids in enumerate(named[2]) if sample in ids), len(named[2]))
                     words = f"{_times(got[sample])}; {what}: {some(names)}"
                     raise self.error(f"sample {sample} {_times(one[sample])}", words, epoch, at)
@@ -444,14 +424,12 @@ class _Pair:
             if one.total() == two.total() != got.total():
                 raise self.error(f"{one.total()} samples", f"{got.total()} samples", epoch)
         if "tail" not in departs:
-            one_sizes, two_sizes, sizes = ([len(ids) for ids in part.ids] for part in (first, second, mine))
-            self.sizes(epoch, one_sizes, two_sizes, sizes, departs)
+            self.sizes(epoch, first, second, mine, departs)
             self.shapes(epoch, first, second, mine)
-        if named[0] != named[1] or not self.keeps_order(departs):
-            return
-        place = _first_difference(named[0], named[2])
-        if place is not None:
-            raise self.error(f"in its own order {named[0][place]}", f"{named[2][place]}", epoch, place)
+        if named[0] == named[1] and self.keeps_order(departs):
+            place = _first_difference(named[0], named[2])
+            if place is not None:
+                raise self.error(f"in its own order {named[0][place]}", f"{named[2][place]}", epoch, place)
 
     def keeps_order(self, departs: frozenset[str]) -> bool:
         """Whether the plain loader's order has to be kept: it is stated, or is not drawn, since each pass has it."""
@@ -462,8 +440,9 @@ class _Pair:
         first, *others = [part.ids for part in (*self.plain.passes, *self.again.passes)]
         return not self.blind and len(others) > 1 and all(other == first for other in others)
 
-    def sizes(self, epoch: int, one: list[int], two: list[int], got: list[int], departs: frozenset[str]) -> None:
+    def sizes(self, epoch: int, first: Pass, second: Pass, mine: Pass, departs: frozenset[str]) -> None:
         """The number of batches and their sizes, in their order where that does not follow from the samples'."""
+        one, two, got = ([len(ids) for ids in part.ids] for part in (first, second, mine))
         expected, found = one, got
         if sorted(one) != sorted(two):
             self.drawn["sizes of batches"] = None
@@ -478,7 +457,7 @@ class _Pair:
 
     def shapes(self, epoch: int, first: Pass, second: Pass, mine: Pass) -> None:
         """The kinds and shapes of the tensors in batches, whichever batches have them."""
-        one, two, got = (Counter(_kinds(seen) for seen in part.batches) for part in (first, second, mine))
+        one, two, got = (Counter(map(_kinds, part.batches)) for part in (first, second, mine))
         if one == two and one != got:
             here, there = next(iter(one - got), ()), next(iter(got - one), ())
             raise self.error(f"batches of {some(here)}: {one[here]}", f"{got[here]}; of {some(there)}", epoch)
@@ -490,12 +469,13 @@ class _Pair:
         before, plain, other, mine = one.views[0], one.views[number], two.views[number], got.views[number]
         batches = sum(len(part.batches) for part in one.passes[:number])
         largest = max((len(ids) for part in one.passes[:number] for ids in part.ids), default=0)
-        for name in plain:
-            if name in one.epochs or plain[name] != other.get(name) or plain[name] == mine.get(name):
+        for name, there in plain.items():
+            here = mine.get(name)
+            if name in one.epochs or there != other.get(name) or there == here:
                 continue
             if self.way.num_workers and not re.fullmatch(r"(batch_)?sampler\.\w+", name):
                 continue  # workers have datasets of their own
-            begun, there, here = before.get(name), plain[name], mine.get(name)
+            begun = before.get(name)
             if isinstance(begun, int) and isinstance(there, int) and isinstance(here, int):
                 # Documented re-reads: one sample twice more in each epoch, and the first batch, if it is found to draw.
                 counts_reads = there - begun >= batches > number
@@ -519,13 +499,6 @@ class _Pair:
                     raise self.error(f"sample {sample} with the same content", "another content", 0, number)
 
 
-def _names(part: Pass, blind: bool) -> list[tuple[Hashable, ...]]:
-    """The samples of each batch; where they have no names, its kinds and shapes."""
-    if not blind:
-        return part.ids
-    return [_kinds(seen) for seen in part.batches]
-
-
 def _kinds(seen: Seen) -> tuple[str, ...]:
     return tuple(f"{leaf.path} {leaf.kind}".strip() for leaf in seen.leaves)
 
@@ -538,29 +511,6 @@ def _times(number: int) -> str:
     return ("never", "once", "twice")[number] if number < 3 else f"{number} times"
 
 
-def _end(reading: _Reading, epoch: int) -> tuple[str, str]:
-    """How a pass ended: by an exception with these words, never, or by itself."""
-    if epoch < len(reading.passes) - 1 or not (reading.endless or reading.raised):
-        return "ended", ""
-    if reading.raised is None:
-        return "endless", ""
-    # A DataLoader's worker sends a traceback, whose last line has the class before the words.
-    kind, words = reading.raised.kinds[0], reading.raised.message.rstrip().rpartition("\n")[2]
-    return kind, words.rpartition(f"{kind.rpartition('.')[2]}: ")[2]
-
-
-def _told_end(reading: _Reading, epoch: int) -> str:
-    kind, words = _end(reading, epoch)
-    number = len(reading.passes[epoch].batches)
-    if kind == "ended":
-        return f"the pass ends after {number} batches"
-    return f"no end within {number} batches" if kind == "endless" else f"after {number} batches {kind}: {words}"
-
-
-def _told(length: int | Failure) -> str:
-    return f"raises {length}" if isinstance(length, Failure) else str(length)
-
-
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 
@@ -570,10 +520,10 @@ def _compare_ranks(examination: Examination, departs: frozenset[str] | None) -> 
     The latter only of a loader that says what it does in another way than the source, and does not name its ranks.
     """
     for world_size in examination.worlds[1:]:
+        places = [(0, 1), *((rank, world_size) for rank in range(world_size))]
         calls = [
             (rank, _read_side, (examination.named, examination.options(rank, size), _Way(), "plain", False))
-            for size in (1, world_size)
-            for rank in range(size)
+            for rank, size in places
         ]
         alone, *plain = examination.run(calls)
         try:
@@ -584,33 +534,30 @@ def _compare_ranks(examination: Examination, departs: frozenset[str] | None) -> 
             return Outcome("refused clearly", error.got.splitlines()[0])
         if not all(isinstance(each, _Reading) for each in (alone, *plain)):
             return Outcome("not applicable", "the plain loader cannot be made for several ranks")
-        _same_shares(examination, alone, plain, wrapped)
+        for rank, (one, got) in enumerate(zip(plain, wrapped, strict=True)):
+            _same_share(examination, f"on rank {rank} of {world_size}", alone, one, got)
         ours = departs is not None and departs.isdisjoint({"tail", "ranks"})
         if ours and all(examination.capability(name)[0] for name in ("rank_independent", "elastic_world")):
             _same_global_batches(examination, wrapped)
     return HOLDS
 
 
-def _same_shares(
-    examination: Examination, alone: _Reading, plain: Sequence[_Reading], wrapped: Sequence[Recording]
-) -> None:
-    for rank, (one, got) in enumerate(zip(plain, wrapped, strict=True)):
-        for epoch, (whole, part, mine) in enumerate(zip(alone.passes, one.passes, got.passes, strict=False)):
-            counts = [sum(map(len, each.ids)) for each in (whole, part, mine)]
-            if counts[1] < counts[0] and counts[1] != counts[2]:
-                raise examination.error(
-                    f"on rank {rank} of {len(plain)}, as the plain loader: {counts[1]} samples",
-                    f"{counts[2]} samples",
-                    epoch=epoch,
-                    cause="the source divides its samples over the ranks itself, and they are divided otherwise here",
-                    cure="state shard=, or the tail rule (tail=) that the source has",
-                )
+def _same_share(examination: Examination, where: str, alone: _Reading, plain: _Reading, wrapped: Recording) -> None:
+    for epoch, parts in enumerate(zip(alone.passes, plain.passes, wrapped.passes, strict=False)):
+        whole, expected, got = (sum(map(len, part.ids)) for part in parts)
+        if expected < whole and expected != got:
+            raise examination.error(
+                f"{where}, as the plain loader: {expected} samples",
+                f"{got} samples",
+                epoch=epoch,
+                cause="the source divides its samples over the ranks itself, and they are divided otherwise here",
+                cure="state shard=, or the tail rule (tail=) that the source has",
+            )
 
 
 def _same_global_batches(examination: Examination, wrapped: Sequence[Recording]) -> None:
     """In rank order the ranks' batches are the global batch, so joined they are the batches of one rank."""
-    alone = examination.observed()
-    for epoch, one in enumerate(alone.passes):
+    for epoch, one in enumerate(examination.observed().passes):
         steps = zip(*(recording.passes[epoch].ids for recording in wrapped), strict=False)
         joined = [sample for step in steps for ids in step for sample in ids]
         at = _first_difference([sample for ids in one.ids for sample in ids], joined)

@@ -15,7 +15,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,17 +27,15 @@ from ..loader.lending import loader_of
 from ..loader.part import Part
 from ..reading.replay import ReplayReader
 from ..state.witness import SampleSummary
-from . import items
 from .examine import Examination
-from .record import Finding, Recording, Seen, Settings, open_loader, see
-from .report import InapplicableError, LawError, Outcome, Verdict, combined, reach
+from .record import Seen, Settings, open_loader, see, violation
+from .report import InapplicableError, Outcome, Verdict, reach
 
 __all__ = ["TRIALS", "TriedPromise", "try_promises"]
 
 _MOST_SAMPLES = 4096
 _MOST_STATES = 512
 _MOST_BATCHES = 10_000
-_WITH_WORKERS = 8  # states, since each starts processes
 _CHUNK = 16  # states that are tried between two looks at the clock
 _FIRST_EPOCHS = 8  # whose first samples are looked at
 _LISTED_EPOCHS = 5
@@ -135,8 +133,8 @@ def _list(settings: Settings, options: Mapping[str, Any], epochs: list[int], lat
     found = {}
     with open_loader(settings, options, later=later) as loader:
         wrapped = loader_of(loader)
-        for epoch in epochs if wrapped is not None else ():
-            samples = Part("", wrapped).samples(epoch) if wrapped is not None else None
+        for epoch in epochs:
+            samples = None if wrapped is None else Part("", wrapped).samples(epoch)
             if samples is not None and samples.listed:
                 first = [samples.indices(unit) for unit in range(min(samples.units, 6))]
                 found[epoch] = samples.listed, f"it begins with {', '.join(map(str, itertools.chain(*first)))!s:.200}"
@@ -181,14 +179,12 @@ def _samples(examination: Examination, seconds: float) -> Outcome:
     """Every sample is read alone, several times: in order, in reverse, shuffled among two epochs, in two processes."""
     _promised(examination, "exact_order", "exact_augmentations")
     only_most = examination.capability("exact_augmentations")[0] is False
-    here: _Looked | None = examination.investigate(_look_here, examination.options(), 0.6 * seconds, only_most)
+    here: _Looked | None = examination.investigate(_look, examination.options(), 0.6 * seconds, only_most, None)
     if here is None:
         return Outcome("not applicable", "its samples cannot be read one by one")
     if here.finding is None:
-        there: _Looked = examination.investigate(
-            _look_there, examination.options(), 0.4 * seconds, only_most, list(here.looks), process=1
-        )
-        here = _merged(here, there, only_most)
+        arguments = (examination.options(), 0.4 * seconds, only_most, list(here.looks))
+        here = _merged(here, examination.investigate(_look, *arguments, process=1), only_most)
     if here.finding is not None:
         where, differs = here.finding
         between = differs.endswith(_BETWEEN)
@@ -204,16 +200,6 @@ def _samples(examination: Examination, seconds: float) -> Outcome:
     return Outcome("holds", f"{len(here.looks)} samples of {epochs} epochs, {here.reads} reads in 2 processes")
 
 
-def _look_here(settings: Settings, options: Mapping[str, Any], seconds: float, only_most: bool) -> _Looked | None:
-    return _look(settings, options, seconds, only_most, None)
-
-
-def _look_there(
-    settings: Settings, options: Mapping[str, Any], seconds: float, only_most: bool, wanted: list[_Where]
-) -> _Looked | None:
-    return _look(settings, options, seconds, only_most, wanted)
-
-
 def _look(
     settings: Settings, options: Mapping[str, Any], seconds: float, only_most: bool, wanted: list[_Where] | None
 ) -> _Looked | None:
@@ -223,25 +209,24 @@ def _look(
     indices: dict[_Where, str] = {}
     reads = 0
     with open_loader(settings, options, later=wanted is not None) as loader:
-        wrapped = loader_of(loader)
-        part = None if wrapped is None else Part("", wrapped)
-        epochs = {} if part is None else {epoch: part.samples(epoch) for epoch in range(_FIRST_EPOCHS)}
-        if part is None or epochs[0] is None:
+        if (wrapped := loader_of(loader)) is None:
             return None
-        chosen = wanted
-        if chosen is None:
-            chosen = [
-                _Where(epoch, unit, place)
-                for epoch, samples in epochs.items() if samples is not None and samples.units
-                for unit in (_spread(samples.units, _MOST_SAMPLES // 2) if epoch < 2 else [0])
-                for place in range(len(samples.indices(unit)))
-            ][: 2 * _MOST_SAMPLES]  # fmt: skip
+        found = ((epoch, Part("", wrapped).samples(epoch)) for epoch in range(_FIRST_EPOCHS))
+        epochs = {epoch: samples for epoch, samples in found if samples is not None}
+        if 0 not in epochs:
+            return None
+        chosen = wanted or [
+            _Where(epoch, unit, place)
+            for epoch, samples in epochs.items() if samples.units
+            for unit in (_spread(samples.units, _MOST_SAMPLES // 2) if epoch < 2 else [0])
+            for place in range(len(samples.indices(unit)))
+        ][: 2 * _MOST_SAMPLES]  # fmt: skip
         shuffled = random.Random(0).sample(chosen, len(chosen))
-        orders = [shuffled] if wanted is not None else [chosen, chosen[::-1], shuffled]
+        orders = [shuffled] if wanted else [chosen, chosen[::-1], shuffled]
         for where in itertools.chain(*orders):
             samples = epochs[where.epoch]
-            look = None if samples is None else samples.look(where.unit, where.place)
-            if look is None or samples is None:
+            look = samples.look(where.unit, where.place)
+            if look is None:
                 continue  # a sample that cannot be read fails an uninterrupted run
             reads += 1
             indices[where] = f"{samples.indices(where.unit)[where.place]!r:.80}"
@@ -254,12 +239,10 @@ def _look(
 
 
 def _merged(here: _Looked, there: _Looked, only_most: bool) -> _Looked:
-    finding = there.finding
-    for where, look in there.looks.items():
-        differs = _differs(here.looks[where], look, only_most) if where in here.looks else ""
-        if differs and finding is None:
-            finding = where, f"{differs}{_BETWEEN}"
-    return _Looked(here.looks, here.indices, here.reads + there.reads, finding)
+    both = here.looks.keys() & there.looks.keys()
+    found = ((where, _differs(here.looks[where], there.looks[where], only_most)) for where in sorted(both))
+    between = next(((where, f"{differs}{_BETWEEN}") for where, differs in found if differs), None)
+    return _Looked(here.looks, here.indices, here.reads + there.reads, there.finding or between)
 
 
 def _differs(one: SampleSummary, other: SampleSummary, only_most: bool) -> str:
@@ -284,68 +267,49 @@ def _spread(count: int, most: int) -> range:
 def _passes(examination: Examination, seconds: float) -> Outcome:
     """The second and third pass over one object, under the same streams, are the first one, over their whole length."""
     _promised(examination, "exact_order", "exact_augmentations")
-    by_ids = examination.compares_by_ids()
-    findings, passes, batches, refused = examination.investigate(
-        _repeat, examination.options(), min(examination.settings.epochs, 2), seconds, by_ids
-    )
-    examination.raise_first(findings)
+    epochs = min(examination.settings.epochs, 2)
+    first, later, refused = examination.investigate(_repeat, examination.options(), epochs, seconds)
+    for again in later:
+        expected = first[again.epoch] if again.whole else first[again.epoch][: len(again.batches)]
+        what = f"in pass {again.number} over epoch {again.epoch}, the batch of the first pass"
+        examination.same(expected, again.batches, what, epoch=again.epoch)
     if refused:
         return Outcome("refused clearly", refused)
-    return Outcome("holds", f"{passes} later passes, {batches} batches")
+    return Outcome("holds", f"{len(later)} later passes, {sum(len(again.batches) for again in later)} batches")
+
+
+@dataclass
+class _Again:
+    """A later pass over an epoch. ``whole``: it has ended, before the time had."""
+
+    number: int
+    epoch: int
+    batches: list[Seen]
+    whole: bool = False
 
 
 def _repeat(
-    settings: Settings, options: Mapping[str, Any], epochs: int, seconds: float, by_ids: bool
-) -> tuple[list[Finding], int, int, str]:
-    """Findings, passes and batches that were compared, and why the loader does not go back."""
+    settings: Settings, options: Mapping[str, Any], epochs: int, seconds: float
+) -> tuple[list[list[Seen]], list[_Again], str]:
+    """The first pass over each epoch, later ones, and why the loader does not go back."""
     deadline = time.monotonic() + seconds
-    passes = batches = 0
+    starts, first, later = [], [], []
     with open_loader(settings, options) as loader:
-        starts, firsts = [], []
         for _ in range(epochs):
             starts.append(copy.deepcopy(loader.state_dict()))
-            firsts.append([see(settings, batch) for batch in itertools.islice(loader, _MOST_BATCHES)])
-        for number in (2, 3):
-            for epoch in range(epochs):
-                try:
-                    loader.load_state_dict(copy.deepcopy(starts[epoch]))
-                except Exception as error:  # noqa: BLE001  # the law 'round trip' judges it
-                    return [], passes, batches, f"{type(error).__name__}: {error}"
-                passes += 1
-                count = 0
-                what = f"in pass {number} over epoch {epoch}, batch"
-                for batch in _told(loader, _MOST_BATCHES):
-                    if isinstance(batch, Exception):
-                        return [], passes, batches, f"{type(batch).__name__}: {batch}"
-                    first = firsts[epoch][count] if count < len(firsts[epoch]) else None
-                    if finding := _compared(first, see(settings, batch), by_ids, what, epoch, count):
-                        return [finding], passes, batches, ""
-                    count, batches = count + 1, batches + 1
+            first.append([see(settings, batch) for batch in itertools.islice(loader, _MOST_BATCHES)])
+        try:
+            for number, epoch in itertools.product((2, 3), range(epochs)):
+                loader.load_state_dict(copy.deepcopy(starts[epoch]))
+                later.append(_Again(number, epoch, []))
+                for batch in itertools.islice(loader, _MOST_BATCHES):
+                    later[-1].batches.append(see(settings, batch))
                     if time.monotonic() > deadline:
-                        return [], passes, batches, ""
-                if count < len(firsts[epoch]):
-                    got = f"{count} batches"
-                    wanted = f"in pass {number} over epoch {epoch}, {len(firsts[epoch])} batches"
-                    return [Finding(wanted, got, epoch, count)], passes, batches, ""
-    return [], passes, batches, ""
-
-
-def _told(loader: Any, most: int) -> Iterator[Any]:
-    """The batches of a pass over a loader that was used before. An error is given as the last one: it is no silence."""
-    try:
-        yield from itertools.islice(loader, most)
-    except Exception as error:  # noqa: BLE001  # of the source
-        yield error
-
-
-def _compared(first: Seen | None, again: Seen, by_ids: bool, what: str, epoch: int, count: int) -> Finding | None:
-    if first is None:
-        return Finding(f"{what} {count}: the pass has ended", f"samples {again.ids}", epoch, count)
-    if (first.ids == again.ids) if by_ids else (first.digest == again.digest):
-        return None
-    texts = (f"samples {first.ids}", f"samples {again.ids}")
-    texts = texts if by_ids else items.first_difference(first.leaves, again.leaves)
-    return Finding(f"{what} {count} as in the first pass: {texts[0]}", texts[1], epoch, count)
+                        return first, later, ""
+                later[-1].whole = True
+        except Exception as error:  # noqa: BLE001  # the law 'round trip' judges it
+            return first, later, f"{type(error).__name__}: {error}"
+    return first, later, ""
 
 
 # --- states -----------------------------------------------------------------------------------------------------------
@@ -359,10 +323,7 @@ def _compared(first: Seen | None, again: Seen, by_ids: bool, what: str, epoch: i
     "have it read again from its start",
 )  # fmt: skip
 def _states(examination: Examination, seconds: float) -> Outcome:
-    """Each state of two epochs, loaded by a new loader in another process, gives the batch that comes next.
-
-    One loader is also moved between states at random, and a few states are tried with workers.
-    """
+    """Each state of two epochs, loaded by a new loader in another process, gives the batch that comes next."""
     examination.need_exact()
     deadline = time.monotonic() + seconds
     head = examination.observed()
@@ -372,93 +333,18 @@ def _states(examination: Examination, seconds: float) -> Outcome:
     random.Random(0).shuffle(places)
     tried = 0
     for start in range(0, len(places), _CHUNK):
-        tried += _resume_at(examination, head, places[start : start + _CHUNK], {})
+        chunk = places[start : start + _CHUNK]
+        states = [head.passes[epoch].states[cut] for epoch, cut in chunk]
+        resumed = examination.resume([examination.trial(examination.options(), state=each, limit=1) for each in states])
+        for (epoch, cut), recording in zip(chunk, resumed, strict=True):
+            examination.sound(recording, f"the batch after the state of batch {cut}", epoch=epoch, batch=cut)
+            batches = head.passes[epoch].batches[cut : cut + 1] or head.passes[epoch + 1].batches[:1]
+            what = f"the state after {cut} batches of epoch {epoch} leads a loader made anew to the batch that follows"
+            examination.same(batches, recording.passes[0].batches, what, epoch=epoch, first=cut)
+        tried += len(chunk)
         if time.monotonic() > deadline:
             break
-    outcome = Outcome("holds", f"{tried} of {len(every)} states, each in a loader made anew")
-    jumps = _jumps(examination, places, max(deadline - time.monotonic(), 0.0))
-    outcomes = {"anew": outcome, "one loader": jumps}
-    workers = examination.most_workers
-    if workers and time.monotonic() < deadline:
-        outcomes["with workers"] = _workers(examination, places[:_WITH_WORKERS], workers)
-    return combined(outcomes)
-
-
-def _following(head: Recording, place: tuple[int, int]) -> Sequence[Seen]:
-    """The batch that follows a place in an uninterrupted run, in a list; empty at its end."""
-    epoch, cut = place
-    batches = head.passes[epoch].batches
-    if cut >= len(batches):
-        batches, cut = head.passes[epoch + 1].batches, 0
-    return batches[cut : cut + 1]
-
-
-def _resume_at(
-    examination: Examination, head: Recording, places: Sequence[tuple[int, int]], options: Mapping[str, int]
-) -> int:
-    trials = [
-        examination.trial(examination.options(**options), state=head.passes[epoch].states[cut], limit=1)
-        for epoch, cut in places
-    ]
-    by_ids = examination.capability("exact_augmentations", **options)[0] is False
-    for place, recording in zip(places, examination.resume(trials), strict=True):
-        epoch, cut = place
-        examination.sound(recording, f"the batch after the state of batch {cut}", epoch=epoch, batch=cut)
-        expected, got = _following(head, place), recording.passes[0].batches
-        what = f"the state after {cut} batches of epoch {epoch} leads a loader made anew to the batch that follows"
-        examination.same(expected, got, what, epoch=epoch, first=cut, by_ids=by_ids)
-    return len(trials)
-
-
-def _workers(examination: Examination, places: Sequence[tuple[int, int]], workers: int) -> Outcome:
-    try:
-        head = examination.head_with("num_workers", workers)
-        known = [(epoch, cut) for epoch, cut in places if cut < len(head.passes[epoch].states)]
-        tried = _resume_at(examination, head, known, {"num_workers": workers})
-    except LawError:
-        if examination.repeats_with_workers():
-            raise
-        return Outcome("not applicable", f"two uninterrupted runs with num_workers={workers} differ")
-    return Outcome("holds", f"{tried} states with num_workers={workers}")
-
-
-def _jumps(examination: Examination, places: Sequence[tuple[int, int]], seconds: float) -> Outcome:
-    head = examination.observed()
-    states = [head.passes[epoch].states[cut] for epoch, cut in places]
-    expected = [_following(head, place) for place in places]
-    by_ids = examination.capability("exact_augmentations")[0] is False
-    arguments = (examination.options(), states, expected, seconds, by_ids)
-    findings, jumps, refused = examination.investigate(_jump, *arguments, process=1)
-    for number, finding in findings:
-        epoch, cut = places[number]
-        raise examination.error(
-            f"{finding.expected} (the state after {cut} batches of epoch {epoch})", finding.got, epoch=epoch, batch=cut
-        )
-    return Outcome("refused clearly", refused) if refused else Outcome("holds", f"{jumps} jumps of one loader")
-
-
-def _jump(
-    settings: Settings, options: Mapping[str, Any], states: Sequence[dict[str, Any]],
-    expected: Sequence[Sequence[Seen]], seconds: float, by_ids: bool,
-) -> tuple[list[tuple[int, Finding]], int, str]:  # fmt: skip
-    """(Number of a state, finding), jumps that were made, and why the loader does not jump."""
-    deadline = time.monotonic() + seconds
-    with open_loader(settings, options, later=True) as loader:
-        for number, (state, following) in enumerate(zip(states, expected, strict=True)):
-            try:
-                loader.load_state_dict(copy.deepcopy(state))
-            except Exception as error:  # noqa: BLE001  # the law 'round trip' judges it
-                return [], number, f"{type(error).__name__}: {error}"
-            for batch in _told(loader, 1):
-                if isinstance(batch, Exception):
-                    return [], number, f"{type(batch).__name__}: {batch}"
-                first = following[0] if following else None
-                what = "a loader that was led from place to place gives the batch"
-                if finding := _compared(first, see(settings, batch), by_ids, what, 0, 0):
-                    return [(number, finding)], number, ""
-            if time.monotonic() > deadline:
-                return [], number + 1, ""
-    return [], len(states), ""
+    return Outcome("holds", f"{tried} of {len(every)} states, each in a loader made anew")
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------
@@ -473,15 +359,14 @@ def _jump(
 def _threads(examination: Examination, seconds: float) -> Outcome:
     """After each batch of two epochs, no thread of the source's goes on reading, if any random numbers are drawn."""
     _promised(examination, "exact_augmentations")
-    findings, batches = examination.investigate(_watch, examination.options(), seconds)
-    examination.raise_first(findings)
+    batches = examination.investigate(_watch, examination.options(), seconds)
     if not batches:
         return Outcome("not applicable", "it is not read as a stream in this process")
     return Outcome("holds", f"looked for after each of {batches} batches")
 
 
-def _watch(settings: Settings, options: Mapping[str, Any], seconds: float) -> tuple[list[Finding], int]:
-    """Findings, and batches after which a stream's threads were looked for."""
+def _watch(settings: Settings, options: Mapping[str, Any], seconds: float) -> int:
+    """The number of batches after which a stream's threads were looked for."""
     deadline = time.monotonic() + seconds
     before, others = threading.enumerate(), _replays()
     batches = 0
@@ -491,13 +376,13 @@ def _watch(settings: Settings, options: Mapping[str, Any], seconds: float) -> tu
             for number, _ in enumerate(itertools.islice(loader, _MOST_BATCHES)):
                 replays = replays or [each for each in _replays() if all(each is not other for other in others)]
                 if not replays or time.monotonic() > deadline:
-                    return [], batches
+                    return batches
                 batches += 1
                 names = [each.name for each in threading.enumerate() if each not in before and _reads(each)]
                 if names and any(each.drawn for each in replays):
                     wanted = "no thread that goes on reading while random numbers are drawn"
-                    return [Finding(wanted, f"threads go on reading: {', '.join(names[:4])}", epoch, number)], batches
-    return [], batches
+                    raise violation(wanted, f"threads go on reading: {', '.join(names[:4])}", epoch, number)
+    return batches
 
 
 def _reads(thread: threading.Thread) -> bool:

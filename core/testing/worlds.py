@@ -137,7 +137,7 @@ def some(names: Iterable[Any]) -> str:
 def _check_lengths(examination: Examination, world_size: int) -> None:
     heads = examination.heads(world_size)
     for rank, recording in enumerate(heads):
-        length = examination.investigate(_measure, examination.options(rank, world_size), process=rank)
+        length = examination.investigate(_measured, examination.options(rank, world_size), process=rank)
         if length is None:
             return
         for epoch, part in enumerate(recording.passes):
@@ -151,7 +151,7 @@ def _check_lengths(examination: Examination, world_size: int) -> None:
                 )
 
 
-def _measure(settings: Settings, options: Mapping[str, Any]) -> int | None:
+def _measured(settings: Settings, options: Mapping[str, Any]) -> int | None:
     with open_loader(settings, options) as loader:
         return length_of(loader)
 
@@ -207,11 +207,8 @@ def _other_world(examination: Examination) -> Outcome:
 def _agreement(examination: Examination, outcomes: Sequence[Outcome]) -> Outcome:
     if not outcomes:
         return Outcome("not applicable", "an epoch has no more than one batch, so nothing can be cut; make it longer")
-    for status in ("refused clearly", "holds"):
-        for outcome in outcomes:
-            if outcome.status == status:
-                return outcome
-    return outcomes[0]
+    by_status = {outcome.status: outcome for outcome in reversed(outcomes)}
+    return by_status.get("refused clearly") or by_status.get("holds") or outcomes[0]
 
 
 def _check_equal_states(examination: Examination, world_size: int) -> None:
@@ -253,30 +250,28 @@ def _judge_change(
         return Outcome("refused clearly", reason)
     world_size = len(resumed)
     batch = max(largest_batch([*heads, examination.observed()]), values[-1] if option == "batch_size" else 0)
-    compared, followed = False, examination.followed(places)
+    compared, whole = False, examination.observed().passes
     for number, (epoch, cut) in enumerate(places):
         parts = [
-            examination.sound(recordings[number], f"a resume with {change}", epoch=epoch, batch=cut)
+            examination.sound(recordings[number], f"a resume with {change}", epoch=epoch, batch=cut).passes
             for recordings in resumed
         ]
         consumed = count(ids for head in heads for ids in head.passes[epoch].ids[:cut])
-        rest = count(examination.observed().passes[epoch].ids) - consumed
-        got = count(ids for part in parts for ids in part.passes[0].ids)
+        rest = count(whole[epoch].ids) - consumed
         if starts_next_epoch(examination, rest, world_size, batch):
             continue
         who = f"the rest of the epoch with {change}"
+        got = count(ids for part in parts for ids in part[0].ids)
         check_cover(examination, rest, got, world_size, batch, epoch, cut, who)
         compared = True
         if _also_unchanged(examination):
             continue
-        check_content(examination, [part.passes[0] for part in parts], epoch, f"in {who}")
-        if (epoch, cut) in followed:
+        check_content(examination, [part[0] for part in parts], epoch, f"in {who}")
+        if following := [part[1] for part in parts if len(part) > 1]:
             who = f"the epoch after a resume with {change}"
-            following = [part.passes[1] for part in parts]
-            whole = examination.observed().passes[epoch + 1]
             _check_counts(examination, following, epoch + 1, _unit(examination))
             got = count(ids for part in following for ids in part.ids)
-            check_cover(examination, count(whole.ids), got, world_size, batch, epoch + 1, None, who)
+            check_cover(examination, count(whole[epoch + 1].ids), got, world_size, batch, epoch + 1, None, who)
             check_content(examination, following, epoch + 1, f"in {who}")
     return HOLDS if compared else Outcome("not applicable", f"too little is left after each cut for {change}")
 
@@ -290,12 +285,7 @@ def starts_next_epoch(examination: Examination, rest: Counter[Hashable], world_s
 
 
 def _check_refused(
-    examination: Examination,
-    failure: Failure | None,
-    change: str,
-    values: tuple[int, ...],
-    epoch: int,
-    cut: int,
+    examination: Examination, failure: Failure | None, change: str, values: tuple[int, ...], epoch: int, cut: int
 ) -> None:
     asked = f"a StateError naming the saved and the current value: {change}"
     if failure is None:

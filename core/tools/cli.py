@@ -138,36 +138,22 @@ def check(
 
 def inspect(
     path: Annotated[Path, typer.Argument(help="A snapshot, a checkpoint (a file or a folder), or a state as JSON.")],
-    out: Annotated[Path | None, typer.Argument(help="With --seek: the path of the edited copy.")] = None,
-    seek: Annotated[
-        str | None,
-        typer.Option(
-            help="Move a loader: epoch=2,position=100000 (units of the epoch), or one of them. If its source cannot "
-            "start there, loading the copy is refused."
-        ),
-    ] = None,
-    state: Annotated[str | None, typer.Option(help="Which state to move, if there are several.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the positions of the loaders in a checkpoint, or write a copy with one of them moved.
+    """Show the positions of the loaders in a checkpoint.
 
     No code in the file is run: what weights_only=True refuses is refused.
 
-    Exit status: 0; 1 if a state or the file is damaged; 2 if it could not be read or moved.
+    Exit status: 0; 1 if a state or the file is damaged; 2 if it could not be read.
     """
     require("cli", "rich", "tqdm")
     from ..errors import MidepochError
     from . import inspection, shown
 
-    if (seek is None) != (out is None):
-        raise typer.BadParameter("--seek and the path of the copy must be given together", param_hint="--seek")
     try:
-        with inspection.limited_memory(path):
-            if seek is not None and out is not None:
-                inspection.seek(path, out, name=state, **_places(seek))
-            contents = inspection.look(path if out is None else out)
+        contents = inspection.look(path)
     except (MidepochError, ValueError, OSError) as error:
-        damaged = isinstance(error, inspection.DamagedError) and seek is None
+        damaged = isinstance(error, inspection.DamagedError)
         fail(shown.printable(str(error)), DIFFERENT if damaged else UNABLE)
     if as_json:
         print(shown.as_json(contents))
@@ -175,16 +161,3 @@ def inspect(
         shown.show_contents(contents)
     if contents.problems or any(entry.problem for entry in contents.states):
         raise typer.Exit(DIFFERENT)
-
-
-def _places(text: str) -> dict[str, int]:
-    parts = text.split(",")
-    found = dict(part.partition("=")[::2] for part in parts)
-    try:
-        if not found.keys() <= {"epoch", "position"} or len(found) < len(parts):
-            raise ValueError
-        return {name: int(value) for name, value in found.items()}
-    except ValueError:
-        raise typer.BadParameter(
-            f"epoch=2,position=100000, or one of them; got {text!r}", param_hint="--seek"
-        ) from None

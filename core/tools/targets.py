@@ -31,27 +31,16 @@ def find_target(target: str) -> Callable[..., Any]:
     Raises:
         TargetError: it does not exist, it is neither, or its module fails.
     """
-    module_name, colon, name = target.rpartition(":")
-    if not colon and target.endswith(".py"):
-        module_name = target
-        module, folder = _import(module_name, target)
-        name = _only_one(module, target)
-    elif not (colon and module_name and name):
-        raise TargetError(
-            f"{target!r} names no loader: write package.module:make_loader, file.py:make_loader, or file.py alone"
-        )
-    else:
-        module, folder = _import(module_name, target)
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
+    module_name, name = _parts(target, "loader", "package.module:make_loader, file.py:make_loader, or file.py alone")
+    module, folder = _import(module_name, target)
+    name = name or _only_one(module, target)
+    found = _attribute(module, name)
     is_object = hasattr(type(found), "__iter__") and not isinstance(found, type | str | bytes)
     if inspect.isgeneratorfunction(found) or is_object:
         return Imported(module.__name__, folder, name)
     if not callable(found):
-        raise TargetError(
-            f"{module_name} has no function and no loader {name!r}: name one{_named(_candidates(module), module_name)}"
-        )
+        candidates = _named(_candidates(module), module_name)
+        raise TargetError(f"{module_name} has no function and no loader {name!r}: name one{candidates}")
     function: Callable[..., Any] = found
     return function
 
@@ -62,22 +51,34 @@ def find_function(target: str) -> Callable[..., Any]:
     Raises:
         TargetError: there is none, or its module fails.
     """
-    module_name, _, name = target.rpartition(":")
-    if not (module_name and name):
-        raise TargetError(f"{target!r} names no function: write package.module:name, or file.py:name")
-    found: Any = _import(module_name, target)[0]
-    for part in name.split("."):
-        found = getattr(found, part, None)
+    module_name, name = _parts(target, "function", "package.module:name, or file.py:name")
+    found = _attribute(_import(module_name, target)[0], name)
     if not callable(found):
         raise TargetError(f"{module_name} has no function {name!r}: name one")
     function: Callable[..., Any] = found
     return function
 
 
+def _parts(target: str, what: str, spelling: str) -> tuple[str, str]:
+    """The module, or a file; and the name in it, '' if a script is named alone."""
+    module_name, colon, name = target.rpartition(":")
+    if not colon and target.endswith(".py") and what == "loader":
+        return target, ""
+    if not (module_name and name):
+        raise TargetError(f"{target!r} names no {what}: write {spelling}")
+    return module_name, name
+
+
+def _attribute(module: ModuleType, name: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
 def _import(module_name: str, target: str) -> tuple[ModuleType, str]:
     """The module, and the folder in which Python finds it."""
-    file = None
-    folder = Path.cwd()
+    file, folder = None, Path.cwd()
     if module_name.endswith(".py"):
         file = Path(module_name).resolve()
         if not file.is_file():
@@ -117,10 +118,8 @@ def _candidates(module: ModuleType) -> list[str]:
 
 def _only_one(module: ModuleType, target: str) -> str:
     names = _candidates(module)
-    if "make_loader" in names:
-        return "make_loader"
-    if len(names) == 1:
-        return names[0]
+    if "make_loader" in names or len(names) == 1:
+        return "make_loader" if "make_loader" in names else names[0]
     if names:
         raise TargetError(f"{target} has several loaders: name one{_named(names, target)}")
     raise TargetError(
