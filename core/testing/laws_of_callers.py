@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import StateError
 from . import items
 from .examine import Examination
 from .law import law
-from .record import Seen, Settings, from_midepoch, open_loader, see, violation
+from .record import Seen, Settings, open_loader, see, violation
 from .report import HOLDS, LawError, Outcome, combined
 
 __all__ = ["cost", "delivery", "guest"]
@@ -92,7 +93,7 @@ def _take_slowly(settings: Settings, options: Mapping[str, Any]) -> _Slow:
                 for held in range(1, min(oldest, _READ_AHEAD) + 1 if slow.in_flight else 1):
                     try:
                         state = copy.deepcopy(loader.state_dict(in_flight=held))
-                    except from_midepoch("StateError") as error:  # type: ignore[misc]
+                    except StateError as error:
                         if getattr(getattr(loader, "capabilities", None), "rank_independent", True):
                             raise
                         slow.refused = str(error)
@@ -229,7 +230,7 @@ def _watch_generators(
             check("the end of a pass", epoch, None)
         try:
             loader.load_state_dict(copy.deepcopy(state))
-        except from_midepoch("StateError"):  # type: ignore[misc]
+        except StateError:
             check("load_state_dict() that refuses", 0, None)
             if passes:
                 _watch_generators(settings, options, state, passes=0)

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import MidepochError
+from ..state.format import reseal
 from ..state.witness import Witness, of_another_sample
 from .examine import Examination
 from .law import law
-from .record import CAPABILITIES, Settings, from_midepoch, open_loader, violation
+from .record import CAPABILITIES, Settings, open_loader, violation
 from .report import HOLDS, Outcome
 
 __all__ = ["honesty", "witness"]
@@ -36,8 +37,8 @@ def witness(examination: Examination) -> Outcome:
         return Outcome("not applicable", "the state has no witness: nothing of the data is compared at a resume")
     if found.epoch != state["epoch"]:
         return Outcome("not applicable", "an epoch has one batch: what differs at its end may be meant to")
-    reseal = examination.settings.reseal or from_midepoch("reseal")
-    other = reseal({**state, "witness": str(of_another_sample(found))})
+    seal = examination.settings.reseal or reseal
+    other = seal({**state, "witness": str(of_another_sample(found))})
     trials = [examination.trial(examination.options(), state=each) for each in (state, other)]
     same, changed = examination.resume(trials)
     examination.sound(same, "a resume over the same data", epoch=0, batch=cut)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import os
 import random
 import sys
@@ -18,13 +17,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from ..state.parts import gather
 from . import items, naming
 from .report import LawError
 from .together import by_steps
 
 __all__ = [
     "CAPABILITIES", "MOST_BATCHES", "OPTIONS", "Failure", "Pass", "Recording", "Seen", "Settings", "Trial",
-    "capture_failure", "experiment", "from_midepoch", "in_group", "length_of", "open_loader", "read_capabilities",
+    "capture_failure", "experiment", "in_group", "length_of", "open_loader", "read_capabilities",
     "read_views", "record", "record_many", "see", "state_of", "violation",
 ]  # fmt: skip
 
@@ -259,8 +259,7 @@ def state_of(settings: Settings, loader: Any) -> dict[str, Any]:
     """The state of all ranks: gathered if there is a process group and each rank knows only its part."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return dict(loader.state_dict())
-    gather = settings.gather or from_midepoch("gather")
-    return dict(gather(loader))
+    return dict((settings.gather or gather)(loader))
 
 
 def read_views(
@@ -323,12 +322,6 @@ CAPABILITIES = (
 
 def _yes_or_no(capability: Any) -> tuple[bool, str]:
     return bool(capability), str(getattr(capability, "reason", "it is not declared"))
-
-
-def from_midepoch(name: str) -> Callable[..., Any]:
-    """A public function of midepoch, looked up on use: importing all of midepoch here would be circular."""
-    function: Callable[..., Any] = getattr(importlib.import_module("midepoch"), name)
-    return function
 
 
 def violation(

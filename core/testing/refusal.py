@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import MidepochError
+from ..state.format import reseal
 from . import items
 from .examine import Examination
 from .law import law
-from .record import Settings, capture_failure, from_midepoch, open_loader, see, violation
+from .record import Settings, capture_failure, open_loader, see, violation
 from .report import HOLDS, Outcome, combined, names_all
 from .worlds import UNNAMED_VALUES
 
@@ -88,10 +89,10 @@ class _Case:
 
 
 def _damaged(examination: Examination, good: dict[str, Any]) -> list[_Case]:
-    reseal = examination.settings.reseal or from_midepoch("reseal")
+    seal = examination.settings.reseal or reseal
 
     def resealed(key: str, value: Any, kind: str = _STATE_ERROR, names: tuple[Any, ...] = ()) -> _Case:
-        return _Case(f"{key}={value!r}, resealed", _sealed(reseal, good | {key: value}), kind, names)
+        return _Case(f"{key}={value!r}, resealed", _sealed(seal, good | {key: value}), kind, names)
 
     version = good["version"]
     cases = [
@@ -109,11 +110,11 @@ def _damaged(examination: Examination, good: dict[str, Any]) -> list[_Case]:
     cases += [resealed(key, value) for key, values in _NONSENSE.items() if key in good for value in values]
     cases += [_Case(f"{key} flipped, not resealed", good | {key: _flip(value)}) for key, value in good.items()]
     cases += [
-        _Case(f"without {key}, resealed", _sealed(reseal, _without(good, key)), _CORRUPT)
+        _Case(f"without {key}, resealed", _sealed(seal, _without(good, key)), _CORRUPT)
         for key in good
         if key != "checksum"
     ]
-    cases.append(_Case("an extra key, resealed", _sealed(reseal, good | {"extra": 1}), _CORRUPT))
+    cases.append(_Case("an extra key, resealed", _sealed(seal, good | {"extra": 1}), _CORRUPT))
     return cases + _senseless(good, _CORRUPT)
 
 
@@ -123,10 +124,10 @@ def _senseless(good: dict[str, Any], kind: str = "builtins.Exception") -> list[_
     return cases + [_Case(f"without {key}", _without(good, key), kind) for key in good]
 
 
-def _sealed(reseal: Callable[[dict[str, Any]], dict[str, Any]], state: dict[str, Any]) -> dict[str, Any]:
+def _sealed(seal: Callable[[dict[str, Any]], dict[str, Any]], state: dict[str, Any]) -> dict[str, Any]:
     """``state`` resealed; unchanged if it cannot even be sealed, which must be refused as well."""
     try:
-        return reseal(dict(state))
+        return seal(dict(state))
     except (TypeError, ValueError, KeyError, OverflowError, MidepochError):
         return state
 

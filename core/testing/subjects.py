@@ -22,7 +22,8 @@ from ..loader.lending import loader_of
 from ..loader.loader import Loader
 from ..loader.part import Part
 from ..world import Tail, World
-from .record import Settings, from_midepoch, open_loader
+from ..wrapping import wrap
+from .record import Settings, open_loader
 
 __all__ = ["ByCount", "Imported", "Nature", "Side", "Subject", "possible_variations", "rebuilt", "recognise"]
 
@@ -133,7 +134,7 @@ class Subject:
             stated["world"] = World(options.get("rank", 0), options.get("world_size", 1))
         if self.side == "given" and (loader is None or (source is loader.source and "rank" not in derived)):
             return made
-        return from_midepoch("wrap")(source, **stated)
+        return wrap(source, **stated)
 
 
 _MOST_BATCHES = 40
@@ -234,7 +235,7 @@ def recognise(settings: Settings, options: Mapping[str, Any]) -> Nature:
             then = part.options["then"] is not None
             return replace(nature, other="bare" if iterable else None, tail=part.tail, works_on_batches=then)
         try:
-            wrapped = from_midepoch("wrap")(made, seed=0)
+            wrapped = wrap(made, seed=0)
         except UnsupportedSourceError as error:
             return replace(nature, side="given" if own_state else "bare", refusal=str(error))
         if own_state:

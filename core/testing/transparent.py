@@ -23,10 +23,11 @@ from ..loader.loader import Loader
 from ..loader.part import Part
 from ..randomness.streams import without_keys
 from ..reading.driven import exposed_samplers
+from ..wrapping import wrap
 from . import record
 from .examine import Examination
 from .law import law
-from .record import Failure, Pass, Recording, Seen, Settings, capture_failure, from_midepoch, open_loader, see
+from .record import Failure, Pass, Recording, Seen, Settings, capture_failure, open_loader, see
 from .report import HOLDS, InapplicableError, LawError, Outcome, combined
 from .subjects import rebuilt
 from .together import GlobalBatches
@@ -179,7 +180,7 @@ def _opened(settings: Settings, options: Mapping[str, Any], way: _Way, side: Sid
         source, part = loader.source, Part("", loader)
         if way.kept and type(source) is DataLoader:
             source = rebuilt(source, source.num_workers, persistent_workers=True)
-            loader = from_midepoch("wrap")(source, **part.options)
+            loader = wrap(source, **part.options)
         if side == "wrapped":
             whole = frozenset() if part.global_batch is None else frozenset({"tail"})
             yield _Opened(loader, source, departs=(part.departs or frozenset()) | whole)
