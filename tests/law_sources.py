@@ -286,7 +286,7 @@ def carried(rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: i
 def _arguments(kind: str, size: int, read_log: str | None, rank: int, world_size: int, seed: int) -> dict[str, Any]:
     """Those of the DataLoader, but the size of a batch."""
     samples, groups = Samples(size, read_log), Groups(size)
-    replicas = {"num_replicas": world_size, "rank": rank}
+    replicas: dict[str, Any] = {"num_replicas": world_size, "rank": rank}
     kinds: dict[str, dict[str, Any]] = {
         "sequential": {"dataset": samples, "drop_last": True},
         "subset": {"dataset": Subset(Samples(size + 2, read_log), range(size)), "shuffle": True},

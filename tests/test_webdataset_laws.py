@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 class _Pipeline(ResumableTests):
-    identify = staticmethod(sources.identify)
+    identify: ClassVar[Any] = staticmethod(sources.identify)
     draws: ClassVar[Any] = staticmethod(sources.draws)
     # Which samples and which streams a worker reads is the same arithmetic for any number of them.
     num_workers: ClassVar[Any] = (0, 1, 2, 3) if CHAOS else (0, 2)
