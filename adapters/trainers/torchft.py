@@ -212,8 +212,7 @@ class Feed:
             loader.reshard(world)
             self._world = world
         if not self._part.anyone_has_more():  # less is left than a global batch, and drop_last leaves it out
-            self._part.end_pass()
-            next(self._batches, None)
+            self._part.begin_epoch()
             self._batches = iter(loader)
             if not self._part.anyone_has_more():
                 raise MidepochError(

@@ -33,7 +33,7 @@ from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Facts, Options, Reach, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
-from midepoch.loader.witnesses import Verify, tell_of_another
+from midepoch.loader.states import Verify, tell_of_another
 from midepoch.reading.workers import Server
 from midepoch.state.parts import part_of, parts_in
 from midepoch.world import World

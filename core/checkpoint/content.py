@@ -38,7 +38,7 @@ def contribute(
     states: dict[str, Any] = {}
     loaders: dict[str, Any] = {}
     name, body = "the process", loop.body
-    is_exact = is_exact and not (body is not None and body.unknown)
+    is_exact = is_exact and not (body is not None and body.kept.unknown)
     try:
         for name, part in parts.items():
             loader = loader_of(part)

@@ -74,7 +74,7 @@ class EpochLoop:
         record = (self.resumed or BodyRecord()).passes if first else self._between
         body = Body(progress, record, self._ended, left=self.was_left)
         for name, each in progress.items():
-            each.enter_body(body, name, name not in record.left if first else None)
+            each.enter_body(body, name not in record.left if first else None)
         self.epoch, self.body, self.resumed, self.was_left = epoch, body, None, False
 
     def note_save(self) -> None:
@@ -112,10 +112,10 @@ class EpochLoop:
             Whether an iterator that was first read in it is kept, in the middle of an epoch.
         """
         loaders = self.loaders()
-        continues = [loader._leave_body() for loader in loaders.values()]
+        continues = [loader._progress.leave_body() for loader in loaders.values()]
         progress = {name: loader._progress for name, loader in loaders.items()}
         left = [name for name, each in progress.items() if each.new_epoch and each.has_begun and each.latest() is None]
-        self._between = Record(left=left, ahead=sorted(body.ahead))
+        self._between = Record(left=left, ahead=body.kept.ahead)
         self._ended, self.body = body, None
         assert self.epoch is not None  # that of the body
         self.epoch += 1

@@ -80,7 +80,7 @@ def check_fits(parts: Mapping[str, Any], states: Mapping[str, Any], saved_kinds:
 def _check_one(name: str, part: Any, state: Any) -> None:
     loader = loader_of(part)
     if loader is not None:
-        loader._check_state(state)
+        loader._progress.check(state)
     elif type(part).load_state_dict is torch.nn.Module.load_state_dict and not has_own_loading(part):
         _check_model(name, part.state_dict(), state)
     elif isinstance(part, torch.optim.Optimizer):

@@ -155,9 +155,9 @@ class Snapshot:
         body = self._loop.body
         if body is not None:
             body.clock += 1
-            body.previous, body.now = body.now, body.clock
-            if in_flight or body.looks:
-                body.look(in_flight)
+            body.steps = body.steps[1], (body.clock, in_flight)
+            if in_flight or body.kept.ahead or body.intervals[1:]:
+                body.look()
         if self.steps >= self._due:
             self._act(in_flight)
 

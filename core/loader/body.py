@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -47,7 +47,6 @@ class Interval:
         in_flight: batches were in flight at that step.
         settled: the first step after its end at which none was in flight.
         resumed: it took up the rest of a pass that was open when the resumed snapshot was saved.
-        ends_lead: that was the lead.
         user: a reference to the pass, which notices when that is freed.
         body: that hears of it.
     """
@@ -63,7 +62,6 @@ class Interval:
     in_flight: bool = False
     settled: int | None = None
     resumed: bool = False
-    ends_lead: bool = False
     user: weakref.ref[Any] | None = None
     body: Body | None = None
 
@@ -99,6 +97,11 @@ class Record:
     ahead: list[str] = field(default_factory=list)
     unknown: str = ""
 
+    @property
+    def rests(self) -> set[str]:
+        """The loaders with open passes that began in the body."""
+        return {*self.within, *([] if self.lead is None else [self.lead])}
+
 
 class _Progress(Protocol):
     """What a body asks of a loader."""
@@ -121,38 +124,37 @@ class Body:
         before: the body before this one: passes that are still open continue.
         left: the record is that of a body which this process has left, so its passes may have been left on purpose.
         alone: there is no record: a state knows of one pass only.
+
+    Attributes:
+        intervals: the passes of this body, in the order of their beginnings; of the inner ones, those that are open.
+        kept: what a record has besides: what the resumed body had open, and this one has not come to yet; the loaders
+            that are read ahead; those over which passes have ended; what intervals could not tell.
+        dropped: the loaders with such passes that were not taken up, in this body or before it.
+        clock: see above.
+        steps: the latest two: the clock, and how many batches were in flight.
     """
 
     def __init__(
         self,
-        loaders: dict[str, Any],
+        loaders: Mapping[str, _Progress],
         resumed: Record | None = None,
         before: Body | None = None,
         left: bool = False,
         alone: bool = False,
     ) -> None:
+        self.loaders, self.left, self.alone = loaders, left, alone
         resumed = Record() if resumed is None else resumed
-        self.loaders: dict[str, _Progress] = loaders
-        self.alone, self._left = alone, left
-        self.clock = self.now = self.previous = self.in_flight = 0
-        self.ahead = set(resumed.ahead)
+        self.kept = replace(
+            resumed, empty={**resumed.empty}, open=[*resumed.open], left=[*resumed.left], ahead=[*resumed.ahead]
+        )
+        self.dropped: set[str] = set() if before is None else before.dropped
+        self.clock, self.steps = 0, ((0, 0), (0, 0))
         self.intervals: list[Interval] = []
         for each in [] if before is None else before.intervals:
             if each.ended is None:
                 each.outlived, each.older = each.outlived or not each.older, True
                 each.began, each.took, each.body = 0, 0, self
                 self.intervals.append(each)
-        self.unknown = ""
-        self._empty = dict(resumed.empty)
-        self._resumed_lead = resumed.lead
-        # Passes of the resumed body that were not taken up, and those that were left.
-        self._rests = {name for name in (resumed.lead, *resumed.within) if name is not None}
-        self.dropped: set[str] = set() if before is None else before.dropped
-        self._untouched = resumed  # until a pass begins
-        self._older_rests = set(resumed.open) - self._rests
-        self._names: set[str] = {each.name for each in self.intervals}  # over which a pass was read in this body
-        self.looks = False
-        self._waiting: list[Interval] = []  # read to their end while batches were in flight
 
     # --- what happens ---
 
@@ -160,27 +162,20 @@ class Body:
         self.clock += 1
         return self.clock
 
-    def take(self, interval: Interval) -> None:
-        """A pass takes a batch."""
-        self.clock += 1
-        interval.took = self.clock
-
-    def gives_nothing(self, name: str) -> bool:
-        """Whether the pass that begins now had ended before the resume."""
-        if not self._empty.get(name):
-            return False
-        self._empty[name] -= 1
-        began = self._tick()
-        self._add(Interval(name, began, began, self._tick(), True))
-        return True
-
     def next_is_empty(self, name: str) -> bool:
-        """Whether the next pass gives nothing for that reason."""
-        return self._empty.get(name, 0) > 0
+        """Whether the pass over this loader that begins next had ended before the resume, and gives nothing."""
+        return self.kept.empty.get(name, 0) > 0
+
+    def pass_empty(self, name: str) -> None:
+        """A pass has begun that gives nothing."""
+        self.kept.empty[name] -= 1
+        began = self._tick()
+        self._add(Interval(name, began, began, self._tick(), exhausted=True))
 
     def before_begin(self, name: str) -> None:
         """A pass is about to begin: by rule 5, what the body has gone past is left."""
-        if self._resumed_lead in self._rests and name != self._resumed_lead and name not in self._older_rests:
+        kept = self.kept
+        if kept.lead not in (None, name) and (name in kept.rests or name not in kept.open):
             self._leave_rests()
 
     def begin(self, name: str, user: Any, older: bool, outlived: bool = False) -> tuple[Interval, weakref.ref[Any]]:
@@ -195,97 +190,93 @@ class Body:
         Returns:
             Its interval, and a reference to the pass that notices when it is freed.
         """
-        interval = Interval(name, self._tick(), older=older or name in self._older_rests, outlived=outlived)
-        self._older_rests.discard(name)
-        interval.resumed = name in self._rests and not self._left
-        interval.ends_lead = name in self._rests and name == self._resumed_lead
-        self._rests.discard(name)
+        kept, is_rest = self.kept, name in self.kept.rests
+        older = older or (name in kept.open and not is_rest)
+        interval = Interval(name, self._tick(), older=older, outlived=outlived, resumed=is_rest and not self.left)
+        kept.open = [each for each in kept.open if each != name]
+        kept.within = [each for each in kept.within if each != name]
+        kept.lead = None if kept.lead == name else kept.lead
         self._add(interval)
 
         def freed(_: weakref.ref[Any]) -> None:
-            if interval.ended is None and interval.body is not None:
+            if interval.body is not None:
                 interval.body.end(interval, exhausted=False)
 
         interval.user = weakref.ref(user, freed)
         return interval, interval.user
 
-    def knows(self, interval: Interval | None) -> bool:
-        """Whether this is one of the body's intervals."""
-        return any(each is interval for each in self.intervals)
-
     def _add(self, interval: Interval) -> None:
         self.intervals.append(interval)
         interval.body = self
-        self.looks = True
-        self._names.add(interval.name)
-        if not interval.older:
-            own = [each for each in self.intervals if each.name == interval.name and not each.older]
-            if self.alone and len(own) == 2 and own[0].ended is not None:
-                warn(
-                    "this is a second pass over the loader in one body of loader.epochs, and a state does not say in "
-                    "which pass it was saved: use midepoch.Snapshot and snapshot.epochs, or one pass an epoch",
-                )
+        own = [each for each in self.intervals if each.name == interval.name and not each.older]
+        if self.alone and not interval.older and len(own) == 2 and own[0].ended is not None:
+            warn(
+                "this is a second pass over the loader in one body of loader.epochs, and a state does not say in "
+                "which pass it was saved: use midepoch.Snapshot and snapshot.epochs, or one pass an epoch",
+            )
 
     def end(self, interval: Interval, exhausted: bool) -> None:
         """A pass was told that it has no more batches, or was closed or freed."""
         if interval.ended is not None:
             return
-        interval.exhausted = exhausted
-        interval.ended, interval.stepped = self._tick(), self.now
-        ahead = self.in_flight > 0 if self.now > interval.began else interval.name in self.ahead
-        interval.in_flight = interval.exhausted and not interval.older and ahead
-        if interval.in_flight:
-            self._waiting.append(interval)
-        if interval.ends_lead:
+        if self.lead is interval:
             self._leave_rests()
-        self.looks = True
+        now, in_flight = self.steps[1]
+        ahead = in_flight > 0 if now > interval.began else interval.name in self.kept.ahead
+        interval.exhausted, interval.in_flight = exhausted, exhausted and not interval.older and ahead
+        interval.ended, interval.stepped = self._tick(), now
 
-    def look(self, in_flight: int) -> None:
-        """See what the latest step shows, at which so many batches are in flight."""
-        before, self.in_flight = self.in_flight, in_flight
-        if not in_flight:
-            self._settle(self.now)
-        elif self._waiting:
-            # Another pass is read, and what was in flight of the one before was dropped.
-            since, opened = self._waiting[-1].ended or 0, [each for each in self.intervals if each.ended is None]
-            if 0 < before <= in_flight or any(each.began > since and not each.older for each in opened):
-                self._settle(0)
-        leads = leads_of(self.intervals)
-        if in_flight and (lead := lead_of(leads)) is not None:
-            self.ahead.add(lead.name)
-        if not self.unknown:
-            self.unknown = unknown_from(self.intervals, leads, self.previous, in_flight)
-            if self.unknown:
+    def look(self) -> None:
+        """See what the latest step shows."""
+        (previous, before), (now, in_flight) = self.steps
+        for each in self.intervals:
+            if each.in_flight and each.settled is None:
+                # If another pass is read, or they do not become fewer, those in flight of this one were dropped.
+                others = any(
+                    one.ended is None and not one.older and one.began > (each.ended or 0) for one in self.intervals
+                )
+                if not in_flight:
+                    each.settled = now
+                elif others or 0 < before <= in_flight:
+                    each.settled = each.ended
+        leads, kept = leads_of(self.intervals), self.kept
+        if in_flight and (lead := lead_of(leads)) is not None and lead.name not in kept.ahead:
+            kept.ahead.append(lead.name)
+        if not kept.unknown:
+            kept.unknown = unknown_from(self.intervals, leads, previous, in_flight)
+            if kept.unknown:
                 warn(
-                    f"a snapshot saved in this body cannot be resumed: {self.unknown}. Read the loaders as one, with "
+                    f"a snapshot saved in this body cannot be resumed: {kept.unknown}. Read the loaders as one, with "
                     "midepoch.combine"
                 )
         # By now it is known what an inner pass has been; that it ended says nothing later.
-        self.intervals = [each for each in self.intervals if each.ended is None or any(each is one for one in leads)]
-        self.looks = in_flight > 0 or len(self.intervals) > 1
-
-    def _settle(self, at: int) -> None:
-        for each in self._waiting:
-            each.settled = max(at, each.ended or 0)
-        self._waiting.clear()
+        over = [each for each in self.intervals if each.ended is not None and all(each is not one for one in leads)]
+        for each in over:
+            self.intervals.remove(each)
+            kept.left.append(each.name)
 
     def leave(self) -> None:
         """The body has ended."""
-        if self.now:
-            self.previous, self.now = self.now, self._tick()
-            self.look(0)
+        if self.steps[1][0]:
+            self.steps = self.steps[1], (self._tick(), 0)
+            self.look()
         self._leave_rests()
 
     def _leave_rests(self) -> None:
         """By rule 5: the next passes over these loaders begin new epochs."""
-        awaited = {name for name in self._rests if self.loaders[name].is_awaited}
-        self._older_rests |= awaited
-        for name in self._rests - awaited:
+        kept = self.kept
+        gone = {name for name in kept.rests if not self.loaders[name].is_awaited}
+        for name in gone:
             self.loaders[name].new_epoch = True
-        self.dropped |= self._rests - awaited
-        self._rests.clear()
+        kept.open, kept.left = [each for each in kept.open if each not in gone], [*kept.left, *gone]
+        kept.lead, kept.within = None, []
+        self.dropped |= gone
 
     # --- what follows from it ---
+
+    @property
+    def _names(self) -> set[str]:
+        return {each.name for each in self.intervals}
 
     @property
     def lead(self) -> Interval | None:
@@ -305,8 +296,9 @@ class Body:
 
         Or were made in this one and outlive it, and their rest was dropped when the run was resumed.
         """
-        kept = [each for each in self.intervals if each.name in self.dropped and not each.older and each.ended is None]
-        return [each.name for each in (*self.intervals, *kept) if each in kept or (each.outlived and each.took)]
+        own = [each for each in self.intervals if each.ended is None and not each.older]
+        outlived = [each.name for each in self.intervals if each.outlived and each.took]
+        return [*outlived, *(each.name for each in own if each.name in self.dropped)]
 
     @property
     def is_read(self) -> bool:
@@ -317,39 +309,32 @@ class Body:
     @property
     def only_the_rest_is_left(self) -> bool:
         """Whether a pass of this body has come to its last batch, and none is in the middle of its epoch."""
-        return not self.is_read and any(self.loaders[name].is_at_end for name in self._names)
+        return not self.is_read and any(self.loaders[name].is_at_end for name in {*self._names, *self.kept.left})
 
     def waits_for_the_end(self, in_flight: int) -> bool:
         """Whether the passes of this body have ended or come to their last batches. Not if none has begun."""
         if self.is_read or not any(not each.older for each in self.intervals):
             return False
-        lead = self.lead
-        return not (in_flight and lead is not None)
+        return not in_flight or self.lead is None
 
     def record(self, interrupted: bool = False) -> Record:
         """Of a snapshot that is saved now. `interrupted`: passes that were left with the body continue in the next."""
-        if not self._names:
-            resumed = self._untouched
-            return replace(resumed, ahead=sorted(self.ahead))
-        intervals = self.intervals
+        kept, intervals = self.kept, self.intervals
         if interrupted:
-            told = [each.ended or 0 for each in intervals if each.exhausted]
-            latest = max([self.now, *told, *(max(each.began, each.took) for each in intervals)])
+            happened = [max(each.began, each.took, (each.ended or 0) * each.exhausted) for each in intervals]
+            latest = max([self.steps[1][0], *happened])
             freed = [each for each in intervals if not each.exhausted and (each.ended or 0) > latest]
             intervals = [replace(each, ended=None) if each in freed else each for each in intervals]
         found = record_of(intervals)
-        # What the resumed body had open and this one has not come to yet, or had left.
-        if self._resumed_lead in self._rests:
-            found.lead = self._resumed_lead
-        for name, count in self._empty.items():
+        found.lead = found.lead if kept.lead is None else kept.lead
+        for name, count in kept.empty.items():
             if count:
                 found.empty[name] = found.empty.get(name, 0) + count
-        found.open = sorted({*found.open, *self._rests, *self._older_rests})
-        found.within = sorted({*found.within, *self._rests} - {found.lead})
-        found.left = sorted({*self._names, *self._untouched.left} - {*found.open})
-        found.ahead, found.unknown = sorted(self.ahead), self.unknown or unknown_from(
-            self.intervals, leads_of(self.intervals), self.now, 0
-        )
+        found.open = sorted({*found.open, *kept.open})
+        found.within = sorted({*found.within, *kept.rests} - {found.lead})
+        found.left = sorted({*self._names, *kept.left} - {*found.open})
+        found.ahead = sorted(kept.ahead)
+        found.unknown = kept.unknown or unknown_from(self.intervals, leads_of(self.intervals), self.steps[1][0], 0)
         return found
 
 

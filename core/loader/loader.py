@@ -10,25 +10,18 @@ from types import FrameType
 from typing import Any, Literal, NoReturn, Self
 
 from ..backends import COUNTING_TRAINERS
-from ..errors import (
-    MidepochError,
-    StateError,
-    UnsupportedSourceError,
-    warn,
-)
+from ..errors import MidepochError, StateError, UnsupportedSourceError, warn
 from ..state.format import State
 from ..world import MicroShare, Share, World
 from .adapter import Adapter, Options, Reach
 from .body import RUNNING, Body, check_epochs, warn_of_done
 from .capabilities import Capabilities
+from .context import RunContext
 from .notebook import table
-from .place import Place
+from .place import Unknown
 from .progress import Pass, Progress
-from .reading import place_before
-from .setting import Setting
 from .source_attributes import BatchSamplerOfSource, SamplerOfSource, SourceAttribute, SourceDataset, refuse_change
 from .states import States
-from .witnesses import Witnesses
 
 __all__ = ["Loader"]
 
@@ -53,10 +46,8 @@ class Loader:
 
     def __init__(self, adapter: Adapter, options: Options) -> None:
         self._adapter, self._options = adapter, options
-        self._states = States(adapter, options)
-        self._setting = Setting(adapter, options)
-        self._witnesses = Witnesses(adapter, options)
-        self._progress = Progress(adapter, options, self._setting, self._witnesses)
+        self._context = RunContext(adapter, options)
+        self._progress = Progress(self._context, States(self._context))
         self._ahead = 0  # by how much the caller's numbers of epochs are greater than the loader's
         if options.on_error == "next" and not adapter.jumps:
             raise UnsupportedSourceError(
@@ -158,8 +149,8 @@ class Loader:
         )
 
     def _samples(self) -> int:
-        world = self._setting.world()
-        size = self._adapter.size(self._setting.seed(world), self.epoch, world) if self.unit == "sample" else None
+        world = self._context.world()
+        size = self._adapter.size(self._context.seed(world), self.epoch, world) if self.unit == "sample" else None
         if size is None:
             raise self._no_length("its number of samples is unknown; use loader.unit and loader.position")
         return Share(size, 0, 1, self._adapter.sharing(world), self._adapter.tail_in_use, False).steps
@@ -171,9 +162,9 @@ class Loader:
         """For notebooks: where it stands, and what it promises. Reads no data."""
         size, ranks = None, ""
         with contextlib.suppress(MidepochError):  # a world that is half set, or several ranks whose seed is not known
-            world = self._setting.world()
+            world = self._context.world()
             ranks = "" if world.world_size == 1 else f", rank {world.rank} of {world.world_size}"
-            size = self._adapter.size(self._setting.seed(world), self.epoch, world)
+            size = self._adapter.size(self._context.seed(world), self.epoch, world)
         unit = "samples" if self.unit == "sample" else "batches"
         of = "" if size is None else f" of {size:,} ({self.position / max(size, 1):.1%})"
         title = f"midepoch {self._adapter.name} loader: epoch {self.epoch}, {self.position:,}{of} {unit}"
@@ -190,7 +181,7 @@ class Loader:
         Raises:
             TypeError: the source's length is not known.
         """
-        share = self._progress.share(self._setting.world(), self.epoch, 0)
+        share = self._progress.share(self._context.world(), self.epoch, 0)
         if share is not None:
             return share.steps
         length = self._adapter.stated_length()
@@ -225,12 +216,12 @@ class Loader:
         progress = self._progress
         if progress.next_is_empty and not progress.is_at_end:
             return 0  # the place is that of a later pass
-        share, left = progress.share(self._setting.world(), self.epoch, 0), progress.steps_left()
+        share, left = progress.share(self._context.world(), self.epoch, 0), progress.steps_left()
         if share is not None and left is not None:
             return share.steps - left if left or self._continues_over else 0
-        if progress.has_ended:
+        if progress.is_at_end and progress.new_epoch:
             return 0
-        return -(-self.position // self._adapter.units_per_step(self._setting.world()))
+        return -(-self.position // self._adapter.units_per_step(self._context.world()))
 
     @property
     def _continues_over(self) -> bool:
@@ -289,20 +280,7 @@ class Loader:
             if in_flight:
                 raise MidepochError("commit() says which batches were trained on: leave in_flight out")
             return dict(committed)
-        if self._progress.loaded is not None and not in_flight:
-            return dict(self._progress.loaded)
-        return self._state_at(place_before(self._progress.history, in_flight) if in_flight else self._progress.here())
-
-    def _state_at(self, place: Place) -> State:
-        reading = self._progress.reading
-        world = self._setting.world() if reading is None else reading.run.world
-        self._progress.refresh()
-        last_read = place.epoch if place.position else place.epoch - 1
-        if why := self._adapter.unreachable(place):
-            warn(
-                f"{why}. Save after a batch: no other loader can load this state",
-            )
-        return self._states.build(place, self._setting.seed(world), world, self._witnesses.text(last_read))
+        return self._progress.state(in_flight)
 
     def load_state_dict(self, state: State) -> None:
         """Continue from `state` at the next ``next()``, wherever the loader stands now.
@@ -313,26 +291,9 @@ class Loader:
             StateError: the state is damaged, of another version, or of another source. The message says what differs
                 and what to do. The loader is unchanged.
         """
-        checked, place = self._check_state(state)
-        self._move(place, checked)
-        self._progress.unfinished = checked["epoch"] if checked["position"] else None
-        self._setting.take_seed(checked["seed"])
-        self._progress.loaded = checked
-        self._witnesses.load(checked["witness"])
-        self._progress.refusal = None
-
-    def _check_state(self, state: State) -> tuple[State, Place]:
-        """A copy of `state`, if this loader can continue from it, and its place."""
-        return self._states.check(state, self._setting.world())
+        self._progress.load(state)
 
     # --- going elsewhere ---
-
-    def _move(self, place: Place, state: State | None = None) -> None:
-        """Stand at `place`, which counts as committed where commits are used. `state`: its state, if that is known."""
-        committed = self._progress.committed is not None
-        self._progress.put(place)
-        self._adapter.moved(place.detail)
-        self._progress.keep(place, (state or self._state_at(place)) if committed else None)
 
     def seek(self, epoch: int | None = None, position: int | None = None) -> None:
         """Go to another place, to skip bad data or to go back. Takes effect at the next ``next()``.
@@ -352,23 +313,23 @@ class Loader:
         for name, value in (("epoch", epoch), ("position", position)):
             if type(value) is not int or value < 0:
                 raise ValueError(f"{name} must be an int of at least 0, got {value!r}")
-        world = self._setting.world()
+        world = self._context.world()
         if position:
-            self._adapter.expect(self._setting.seed(world), epoch)
-        size = self._adapter.size(self._setting.seed(world), epoch, world) if position else None
+            self._adapter.expect(self._context.seed(world), epoch)
+        size = self._adapter.size(self._context.seed(world), epoch, world) if position else None
         if size is not None and position > size:
             raise ValueError(f"position must be at most the epoch's size {size}, got {position}")
         ends = self._progress.is_at_end and (epoch, position) == (self.epoch + 1, 0)  # where the source has led already
         reach = self._adapter.reach
-        if position and reach is Reach.EPOCHS:
+        if position and reach is Reach.EPOCHS and (epoch, position) != (self.epoch, self.position):
             raise StateError("within an epoch, only states lead to a place of this source: load one, or seek an epoch")
         if reach is Reach.STATES and not ends:
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
         if size and position == size:
-            self._move(self._progress.place_at(epoch + 1, 0).before(size))
+            self._progress.move(self._progress.place_at(epoch + 1, 0).before(size))
         else:
-            self._move(self._progress.place_at(epoch, position))
-        self._ahead, self._progress.refusal = 0, None
+            self._progress.move(self._progress.place_at(epoch, position))
+        self._ahead = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Trainers call this before each epoch. The current epoch changes nothing; a later one ends this one.
@@ -383,10 +344,11 @@ class Loader:
             raise ValueError(f"epoch must be an int of at least 0, got {epoch!r}")
         _check_user(self, sys._getframe().f_back)
         progress = self._progress
-        fresh = progress.fresh
         if epoch == self.epoch:
             self._ahead = 0
-        elif (loaded := progress.unfinished == self.epoch) or (progress.body is not None and progress.body.alone):
+        if epoch == self.epoch or isinstance(progress.place.detail, Unknown):
+            return
+        if (loaded := progress.is_unfinished) or (progress.body is not None and progress.body.alone):
             if self._ahead != epoch - self.epoch:
                 self._ahead = epoch - self.epoch
                 warn(
@@ -397,13 +359,14 @@ class Loader:
                     f"call loader.seek(epoch={epoch})",
                 )
             return
-        epoch = max(epoch - self._ahead, 0)
-        if epoch > self.epoch or (epoch < self.epoch and fresh):
+        epoch, is_fresh = max(epoch - self._ahead, 0), progress.origin is None
+        if epoch > self.epoch or (epoch < self.epoch and is_fresh):
             there = progress.place_at(epoch, 0)  # before anything changes: it may be refused
             if progress.new_epoch:
                 progress.end_pass()
-            self._move(there)
-            progress.fresh = fresh
+            progress.move(there)
+            if is_fresh:
+                progress.origin = None
 
     # --- ranks that leave and join while training goes on ---
 
@@ -422,8 +385,7 @@ class Loader:
         if not isinstance(world, World):
             raise TypeError(f"reshard takes a midepoch.World, got {world!r:.80}")
         self._check_reshard(world)
-        adapter = self._adapter
-        if self._progress.failed:
+        if self._progress.skipped:
             raise MidepochError(
                 f"reshard() after a batch that could not be read, at position {self.position} of epoch {self.epoch}: "
                 "other ranks cannot know that this one passes over it; take its next batch first, or call rollback(), "
@@ -431,9 +393,10 @@ class Loader:
             )
         self._progress.here()  # raises if it is not known
         self._progress.suspend()
-        adapter.reshard(world)
-        self._setting.resharded, self._setting.last = world, None
-        self._progress.ends_early = self._progress.has_pass
+        self._adapter.reshard(world)
+        self._context.resharded, self._context.last = world, None
+        if (latest := self._progress.latest()) is not None:
+            latest.resharded = True
 
     def _check_reshard(self, world: World) -> None:
         """Raise an UnsupportedSourceError if this source cannot be shared by another world while it is read."""
@@ -443,7 +406,7 @@ class Loader:
                 f"this source cannot be shared by another number of ranks ({adapter.promises.elastic_world.reason}): "
                 "stop all ranks, and start them again in a world that it supports"
             )
-        if not adapter.rank_independent and self._setting.world().world_size > 1:
+        if not adapter.rank_independent and self._context.world().world_size > 1:
             raise UnsupportedSourceError(
                 f"each rank knows only its own part of this source ({adapter.promises.rank_independent.reason}): save "
                 "midepoch.gather(loader), and load it on all ranks of the new world"
@@ -466,18 +429,19 @@ class Loader:
             MidepochError: no batch was handed out since the last commit or load, or only a part of a global batch.
             StateError: the source cannot say where it stands.
         """
-        place = self._progress.here()
-        if self._progress.within:
+        progress = self._progress
+        place, origin = progress.here(), progress.origin
+        if progress.within:
             raise MidepochError(
                 f"commit() within the global batch at position {place.position} of epoch {place.epoch}: call it when "
                 "loader.step_due"
             )
-        if place[:2] == self._progress.origin[:2]:
+        if origin is None or place[:2] == origin[:2]:
             raise MidepochError(
                 f"nothing to commit: no batch was handed out since epoch {place.epoch}, position {place.position}; "
                 "call commit() once after each step"
             )
-        self._progress.keep(place, self._state_at(place))
+        progress.keep(place, progress.state_at(place))
 
     def rollback(self) -> None:
         """Give again the batches handed out since the last commit, or since the last load if there was no commit.
@@ -529,9 +493,6 @@ class Loader:
         adapter.around = self._adapter.around
         twin = type(self)(adapter, self._options)
         twin._ahead = self._ahead
-        twin._setting = self._setting.of_twin(twin._adapter)
-        twin._witnesses = self._witnesses.of_twin(twin._adapter)
-        twin._progress = Progress(twin._adapter, twin._options, twin._setting, twin._witnesses)
         twin._progress.start_as(self._progress)
         return twin
 
@@ -563,16 +524,6 @@ class Loader:
             raise MidepochError(RUNNING)
         return self._each_epoch(n)
 
-    def _leave_body(self, epoch: int | None = None) -> bool:
-        """As `Course.leave_body`. What was committed at the end of its epoch is now the next one's beginning."""
-        progress, committed = self._progress, self._progress.committed
-        goes_on = progress.leave_body(epoch)
-        if committed is not None and committed["position"] == committed["size"] and not self.position:
-            with contextlib.suppress(StateError):  # the source cannot say: the committed state stays
-                here = progress.here()
-                progress.keep(here, self._state_at(here))
-        return goes_on
-
     def _each_epoch(self, n: int) -> Iterator[int]:
         if self._progress.body is not None:
             raise MidepochError(RUNNING)
@@ -583,10 +534,10 @@ class Loader:
         try:
             while (epoch := self.epoch) < n:
                 body = Body({_ALONE: self._progress}, before=body, alone=True)
-                self._progress.enter_body(body, _ALONE, continues)
+                self._progress.enter_body(body, continues)
                 yield epoch
                 body.leave()
-                self._leave_body(epoch)
+                self._progress.leave_body(epoch)
                 continues = None
         finally:
             if self._progress.body is body:  # not that of a loop which began before this one was freed

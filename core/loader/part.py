@@ -44,7 +44,7 @@ class Part:
 
     def wait_for_others(self) -> None:
         """Give a batch that failed again, unless the user states otherwise, and stay at the end of an epoch."""
-        self.loader._progress.is_part = True
+        self.loader._context.is_part = True
 
     @property
     def promises(self) -> Capabilities:
@@ -71,7 +71,7 @@ class Part:
     @property
     def world(self) -> World:
         """The world as it is now."""
-        return self.loader._setting.world()
+        return self.loader._context.world()
 
     @property
     def batch_size(self) -> int:
@@ -107,7 +107,7 @@ class Part:
 
     def length(self, epoch: int) -> int | None:
         """Batches of one full epoch on this rank; None if unknown."""
-        return self._steps(self.loader._setting.seed(self.world), Place(epoch, 0))
+        return self._steps(self.loader._context.seed(self.world), Place(epoch, 0))
 
     def left(self) -> int | None:
         """Batches left in its epoch on this rank; None if unknown."""
@@ -119,12 +119,8 @@ class Part:
         share = progress.share(self.world, progress.epoch, progress.position)
         return share is None or share.global_steps > 0
 
-    def end_pass(self) -> None:
-        """Let the pass end, instead of going on with the next epoch, where nobody has a batch left."""
-        self.loader._progress.ends_early = True
-
     def left_at(self, state: State) -> int | None:
-        """The same, for a loader that stands at `state`."""
+        """As `left`, for a loader that stands at `state`."""
         return self._steps(state["seed"], self._place_in(state))
 
     def _steps(self, seed: int, place: Place) -> int | None:
@@ -135,14 +131,14 @@ class Part:
 
     def samples(self, epoch: int) -> Samples | None:
         """The samples of an epoch, if they can be read one by one."""
-        adapter, seed = self.loader._adapter, self.loader._setting.seed(self.world)
+        adapter, seed = self.loader._adapter, self.loader._context.seed(self.world)
         adapter.refresh()
         return adapter.samples(seed, epoch)
 
     # --- where it stands ---
 
     def _place_in(self, state: State) -> Place:
-        return self.loader._states.place(state, self.world)
+        return self.loader._progress.states.place(state, self.world)
 
     @property
     def position(self) -> int:
@@ -161,7 +157,7 @@ class Part:
     def check(self, state: State) -> None:
         """Raise a StateError that names the part unless it can continue from `state`."""
         try:
-            self.loader._check_state(state)
+            self.loader._progress.check(state)
         except StateError as error:
             raise type(error)(f"part {self.name}: {error}") from error
 
@@ -182,7 +178,7 @@ class Part:
         if here[:2] != (epoch, 0):
             here = Place(epoch, 0, adapter.detail_at(here, (epoch, 0), state["seed"], self.world))
         self.loader._progress.refresh()
-        return self.loader._states.build(here, state["seed"], self.world, state.get("witness", ""))
+        return self.loader._progress.states.build(here, state["seed"], self.world, state.get("witness", ""))
 
     def leave_epoch(self) -> None:
         """Go to the beginning of the next epoch, unless this one has not begun."""

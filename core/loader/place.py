@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Place", "Unknown"]
+from ..errors import StateError
+
+__all__ = ["LATER", "Place", "Unknown"]
 
 
 class Unknown(str):
-    """In place of a detail that the source could not give: why not, in the words of its error."""
+    """In place of a detail that nobody knows: why not. What needs the detail raises `error`, with these words."""
 
-    __slots__ = ()
+    error: type[BaseException]
+
+    def __new__(cls, why: object, error: type[BaseException] = StateError) -> Unknown:
+        """`why`: the words of the source's error, or what the caller has to do."""
+        unknown = super().__new__(cls, why)
+        unknown.error = error
+        return unknown
+
+
+LATER = "the session whose last batch was handed out is asked when something needs it"
+"""This object stands for the detail of the next epoch's beginning, until something needs that."""
 
 
 class Place(NamedTuple):

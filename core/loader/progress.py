@@ -1,11 +1,14 @@
 """A loader's progress: its place, the session that is open there, and the passes over it.
 
-The rules of iteration for all adapters (docs/decisions.md tells why):
+What the next `next()` gives, for all adapters (docs/decisions.md says why):
 
-* `iter()` has no side effect; the first `next()` starts the pass. The first pass after a load continues from the state;
-  every later pass is a new epoch.
-* The position moves when a batch is handed out, not when it is prefetched. Handing out an epoch's last batch moves the
-  state to (epoch + 1, 0), so 'finished' has one spelling. If the length is unknown, the pass's StopIteration does.
+* A new pass continues at the place, unless a batch of this epoch was handed out since the last load or seek
+  (`new_epoch`). Then, also after a `break`, it begins the next epoch.
+* The pass that runs gives the batch at the place. After the epoch's last batch it ends. One that another pass has
+  replaced, or during which the loader was closed, is an error.
+* `iter()` has no side effect; the first `next()` starts the pass. The place moves when a batch is handed out, not when
+  it is prefetched. Handing out an epoch's last batch moves it to (epoch + 1, 0), so 'finished' has one spelling. If the
+  length is unknown, the pass's StopIteration does. In the body of `epochs`, the epoch ends with the body.
 
 Five transitions move it: `put` (a load, a seek, a rollback), `open`, handing out a batch (`Pass.__next__`), `suspend`
 (a reshard, an error, `close`) and `end_epoch`.
@@ -22,13 +25,12 @@ from typing import Any, NoReturn, Self
 from ..errors import MidepochError, SourceError, StateError, warn
 from ..state.format import State
 from ..world import Share, World
-from .adapter import Adapter, Options, Reach, Run
+from .adapter import Reach, Run
 from .body import Body, Interval
-from .place import Place, Unknown
-from .reading import History, Reading, new_history
-from .setting import Setting
-from .whole_batches import Then
-from .witnesses import Witnesses
+from .context import RunContext
+from .place import LATER, Place, Unknown
+from .reading import History, Reading, new_history, place_before
+from .states import States
 
 __all__ = ["Pass", "Phase", "Progress"]
 
@@ -43,70 +45,108 @@ class Phase(enum.Enum):
     ENDED = "its end, again and again"
 
 
+class Pass:
+    """One pass over a loader. Several may exist; the one that was started last is the loader's.
+
+    The loader holds no reference to the pass, so a ``break`` leaves no cycle. Inside a cycle, the garbage collector may
+    wait for worker processes before anything has told them to end.
+
+    Attributes:
+        phase: what its `next()` returns.
+        reading: the open session, if the next batch can be taken from it without a check.
+        made_in: the body in which its iterator was made.
+        interval: for the record of a body.
+        resharded: it ends with its epoch, also where another world leaves it nothing more.
+    """
+
+    __slots__ = ("__weakref__", "_progress", "interval", "made_in", "phase", "reading", "resharded")
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self.phase, self.made_in = progress, Phase.NEW, progress.body
+        if progress.body is None:
+            progress.waiting = weakref.ref(self)
+        self.reading: Reading | None = None
+        self.interval: Interval | None = None
+        self.resharded = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        progress, reading = self._progress, self.reading
+        if reading is None or reading is not progress.reading:
+            reading, batch, bookmark = progress.checked_batch(self)
+        else:
+            bookmark = reading.bookmark() if reading.bookmarks else None
+            try:
+                batch = reading.session.take()
+            except StopIteration:
+                progress.source_ended(self, reading)
+                raise
+            except BaseException as error:
+                progress.source_failed(self, reading, error, bookmark)
+                raise
+        progress.history.append((reading, reading.position, bookmark))
+        reading.steps += 1
+        reading.position += reading.global_batch
+        if reading.bookmarks:
+            reading.correct()
+        if self.interval is not None and (body := progress.body) is not None:
+            body.clock += 1
+            self.interval.took = body.clock
+        if reading.steps == reading.last_step:
+            progress.last_given_out(self, reading)
+        return batch
+
+
 def _none() -> None:
-    """Stands for the reference to a pass where none has begun, or the loader was closed since."""
-
-
-def _ended() -> None:
-    """Stands for the reference to a pass that has been told that it has ended."""
+    """Stands for a reference to a pass where there is none."""
 
 
 class Progress:
     """The progress of one loader.
 
     Attributes:
-        place: where the next batch is, while no session is open.
+        context, states: what sessions are opened with; what states say.
+        place: where the next batch is, until a batch of the open session was handed out, which then knows.
         reading: the open session; None while none is open, and after an epoch's last batch.
         spent: the session of a pass that was given its epoch's last batch, and has not been told that it has ended.
-        latest: a reference to the latest pass.
-        made_outside: a reference to the latest pass whose iterator was made outside of a body.
+        latest: a reference to the latest pass, until that has been told that it has ended.
+        waiting: a reference to the latest pass whose iterator was made outside of a body.
         new_epoch: a new pass begins a new epoch, because batches of this one were handed out. After a load or a seek it
             continues at the place.
-        fresh: nothing has been loaded, sought or handed out.
-        loaded: the loaded state, until a batch is handed out.
-        origin, committed: where a rollback leads; the committed state, None before the first commit.
+        loaded: the loaded state, until another place is sought or its epoch is given up.
+        origin: where a rollback leads; None as long as nothing was loaded, sought or read.
+        committed: the committed state, None before the first commit.
+        failed: why the batches after the place could not be read, since a batch was handed out.
         history: the places before the latest batches.
-        unfinished: the loaded epoch, until the next one begins.
-        failed: why the batches after the place are to be passed over.
-        ends_early: the running pass was resharded, and ends with this epoch.
-        is_part: of a combination, or of a loop that counts steps: a batch that fails is given again, where nothing was
-            stated, and the place stays at the end of an epoch of unknown length, until the next one begins.
-        refusal: the error, and its words, with which batches are refused until a state is loaded or a place is sought.
         body: that of an `epochs` loop; None outside.
-        name: of this loader in the body.
-        given: of the batch that was handed out last: its session's share, and the batches up to this one. The share is
-            None if it is unknown.
     """
 
-    def __init__(self, adapter: Adapter, options: Options, setting: Setting, witnesses: Witnesses) -> None:
-        self.adapter, self.options, self.setting, self._witnesses = adapter, options, setting, witnesses
-        self.place = self.origin = Place(0, 0)
-        self.committed: State | None = None
+    def __init__(self, context: RunContext, states: States) -> None:
+        self.context, self.states = context, states
+        self.place = Place(0, 0)
+        self.origin: Place | None = None
         self.loaded: State | None = None
-        self.unfinished: int | None = None
-        self.new_epoch, self.fresh = False, True
-        self.ends_early = self.is_part = self._warned_of_one = False
-        self.stuck: tuple[int, int] | None = None  # where a batch failed last that cannot be passed over
-        self.refusal: tuple[type[BaseException], str] | None = None
-        self.given: tuple[Share | None, int] = (None, 0)
-        self.name = ""
+        self.committed: State | None = None
+        self.new_epoch = False
         self._begin_apart()
 
     def _begin_apart(self) -> None:
         """What a copy of this process's loader does not share."""
+        adapter, remember = self.context.adapter, self.context.options.remember
         self.reading: Reading | None = None
         self.spent: Reading | None = None
         self.latest: Any = _none
-        self.made_outside: Any = _none
-        self.body: Body | None = None
+        self.waiting: Any = _none
         self.failed: list[str] = []
-        self.history: History = self._new_history()
-        self._then = Then.of(self.options)
+        self.history: History = new_history(0 if adapter.facts.remembers else remember)
+        self.body: Body | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # For trainers that start processes: everything except the open session.
-        apart = ("reading", "spent", "latest", "made_outside", "body", "failed", "history", "_then")
-        return {name: each for name, each in vars(self).items() if name not in apart} | {"place": self.here()}
+        shared = ("context", "states", "origin", "loaded", "committed", "new_epoch")
+        return {"place": self.here(), **{name: getattr(self, name) for name in shared}}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)
@@ -114,24 +154,23 @@ class Progress:
 
     def start_as(self, other: Progress) -> None:
         """Be where another loader of the same source is."""
-        own = {name: vars(self)[name] for name in ("adapter", "options", "setting", "_witnesses")}
-        self.__setstate__(other.__getstate__() | own)
-
-    def _new_history(self) -> History:
-        remembered = 0 if self.adapter.facts.remembers else self.options.remember
-        return new_history(remembered) if remembered else new_history()
+        self.context.start_as(other.context)
+        self.states.start_as(other.states)
+        self.__setstate__(other.__getstate__() | {"context": self.context, "states": self.states})
 
     # --- where it is ---
 
     @property
     def epoch(self) -> int:
         """The epoch of the next batch."""
-        return self.place.epoch if self.reading is None else self.reading.run.epoch
+        reading = self.reading
+        return self.place.epoch if reading is None else reading.run.epoch
 
     @property
     def position(self) -> int:
         """Units of this epoch that all ranks together have received."""
-        return self.place.position if self.reading is None else self.reading.position
+        reading = self.reading
+        return self.place.position if reading is None or not reading.steps else reading.position
 
     @property
     def is_at_end(self) -> bool:
@@ -146,7 +185,7 @@ class Progress:
     @property
     def _abandoned(self) -> bool:
         """Whether the latest pass was freed before its end."""
-        return isinstance(self.latest, weakref.ref) and self.latest() is None
+        return self.latest is not _none and self.latest() is None
 
     @property
     def has_session(self) -> bool:
@@ -156,23 +195,18 @@ class Progress:
     @property
     def is_awaited(self) -> bool:
         """Whether an iterator that was made outside of a body exists, and was not asked for anything."""
-        made = self.made_outside()
+        made = self.waiting()
         return made is not None and made.phase is Phase.NEW
-
-    @property
-    def has_pass(self) -> bool:
-        """Whether a pass has begun, and has not been told that it has ended."""
-        return isinstance(self.latest, weakref.ref)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the latest pass has been told that it has ended."""
-        return self.latest is _ended
 
     @property
     def next_is_empty(self) -> bool:
         """Whether the next pass gives nothing, because it had ended before the body was begun again."""
-        return self.body is not None and self.body.next_is_empty(self.name)
+        return self.body is not None and self.body.next_is_empty(self._name)
+
+    @property
+    def _name(self) -> str:
+        """Of this loader in the body."""
+        return next(name for name, each in self.body.loaders.items() if each is self) if self.body is not None else ""
 
     @property
     def within(self) -> bool:
@@ -184,33 +218,48 @@ class Progress:
         """Whether batches of this epoch were handed out, the first of a global batch included."""
         return self.position > 0 or self.within
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether this is the epoch of a loaded state, which was saved within it."""
+        loaded = self.loaded
+        return loaded is not None and loaded["position"] > 0 and loaded["epoch"] == self.epoch
+
     def last_given(self) -> tuple[Share | None, int]:
-        """What `given` says, of the open session too."""
+        """Of the batch handed out last: its session's share, None if unknown, and the batches up to this one."""
+        reading = self.history[-1][0] if self.history else None
+        return (None, 0) if reading is None else (reading.share, reading.steps)
+
+    def where(self) -> Place:
+        """The place. Its detail is `Unknown` if the source cannot say."""
         reading = self.reading
-        return self.given if reading is None or not reading.steps else (reading.share, reading.steps)
+        if reading is not None and reading.steps:
+            try:
+                return reading.place()
+            except StateError as error:
+                return Place(self.epoch, self.position, Unknown(error, type(error)))
+        if self.place.detail is LATER:
+            self._settle()
+        return self.place
 
     def here(self) -> Place:
         """The place. Raises StateError if the source cannot say."""
-        if self.reading is not None:
-            return self.reading.place()
-        if self.spent is not None:
-            self._settle()
-        if isinstance(self.place.detail, Unknown):
-            raise StateError(str(self.place.detail))
-        return self.place
+        place = self.where()
+        if isinstance(place.detail, Unknown):
+            raise place.detail.error(str(place.detail))
+        return place
 
     def share(self, world: World, epoch: int, position: int) -> Share | None:
         """This rank's batches from (epoch, position) on; None if the length is unknown."""
         self.refresh()
         detail = self.place.detail if self.reading is None else self.reading.run.detail
-        if isinstance(detail, Unknown) or (self.reading is None and (self.is_at_end or self.spent is not None)):
+        if isinstance(detail, Unknown) or detail is LATER or self.is_at_end:
             detail = ""  # that of the place is not known, or is the next epoch's
-        return self.adapter.share(self.setting.seed(world), epoch, position, world, detail)
+        return self.context.adapter.share(self.context.seed(world), epoch, position, world, detail)
 
     def refresh(self) -> None:
         """Take over a new length of the dataset, unless an epoch is being read."""
         if self.reading is None and not self.position:
-            self.adapter.refresh()
+            self.context.adapter.refresh()
 
     def steps_left(self) -> int | None:
         """Batches left in this epoch on this rank; None if unknown."""
@@ -218,41 +267,74 @@ class Progress:
             return 0
         reading = self.reading
         if reading is not None and not reading.session.position_correction:
-            return reading.steps_left
-        share = self.share(self.setting.world(), self.epoch, self.position)
+            return None if reading.share is None else reading.share.steps - reading.steps
+        share = self.share(self.context.world(), self.epoch, self.position)
         return None if share is None else share.steps
+
+    # --- its state ---
+
+    def state(self, in_flight: int = 0) -> State:
+        """As `Loader.state_dict`, where nothing was committed."""
+        if in_flight:
+            return self.state_at(place_before(self.history, in_flight))
+        loaded = self.loaded
+        if loaded is not None and not self.history and (self.epoch, self.position) == (
+            loaded["epoch"],
+            loaded["position"],
+        ):
+            return dict(loaded)
+        return self.state_at(self.here())
+
+    def state_at(self, place: Place) -> State:
+        """The state at a place."""
+        context, reading = self.context, self.reading
+        world = context.world() if reading is None else reading.run.world
+        self.refresh()
+        if why := context.adapter.unreachable(place):
+            warn(f"{why}. Save after a batch: no other loader can load this state")
+        last_read = place.epoch if place.position else place.epoch - 1
+        return self.states.build(place, context.seed(world), world, self.states.witness(last_read))
+
+    def check(self, state: State) -> tuple[State, Place]:
+        """A copy of `state`, if this loader can continue from it, and its place. Raises StateError if it cannot."""
+        return self.states.check(state, self.context.world())
+
+    def load(self, state: State) -> None:
+        """As `Loader.load_state_dict`."""
+        checked, place = self.check(state)
+        self.move(place, checked)
+        self.loaded = checked
+        self.context.take_seed(checked["seed"])
+        self.states.expect(checked["witness"])
 
     # --- going elsewhere ---
 
     def place_at(self, epoch: int, position: int) -> Place:
         """The place at (epoch, position), which no session need have reached."""
-        adapter, there = self.adapter, (epoch, position)
-        here, must = Place(self.epoch, self.position), self.is_at_end
-        if adapter.facts.remembers or self.reading is None or must or here[:2] == there:
-            try:
-                here = self.here()
-            except StateError as error:
-                if must or here[:2] == there:
-                    raise
-                here = here._replace(detail=Unknown(str(error)))
-        if here[:2] == there:
-            return here
-        if here.at_end:
+        adapter, there = self.context.adapter, (epoch, position)
+        here = Place(self.epoch, self.position)
+        if adapter.facts.remembers or self.reading is None or here[:2] == there:
+            here = self.where()
+        if here.at_end and here[:2] != there:
             here = here.after()
-            if here[:2] == there:
-                return here
-        world = self.setting.world()
-        return Place(epoch, position, adapter.detail_at(here, there, self.setting.seed(world), world))
+        if here[:2] == there and not isinstance(here.detail, Unknown):
+            return here
+        world = self.context.world()
+        return Place(epoch, position, adapter.detail_at(here, there, self.context.seed(world), world))
 
-    def put(self, place: Place, ends_early: bool = False) -> None:
+    def move(self, place: Place, state: State | None = None) -> None:
+        """Be at `place`, which counts as committed where commits are used. `state`: its state, if that is known."""
+        self.put(place)
+        self.context.adapter.moved(place.detail)
+        self.keep(place, (state or self.state_at(place)) if self.committed is not None else None)
+
+    def put(self, place: Place) -> None:
         """Be at `place`. The running pass, or else the next one, continues there."""
-        self._close(self.spent)
-        self.spent = None
-        self._close(self._without_reading())
-        self.place = place
-        self.latest = _none if self.has_ended else self.latest
-        self.new_epoch = self.fresh = False
-        self.loaded, self.unfinished, self.ends_early = None, None, ends_early
+        for reading in (self.spent, self.reading):
+            if reading is not None:
+                reading.close()
+        self.spent = self.reading = None
+        self.place, self.loaded, self.new_epoch = place, None, False
         self.history.clear()
         self.failed.clear()
 
@@ -262,31 +344,31 @@ class Progress:
 
     def roll_back(self) -> None:
         """Give again what was handed out since the origin. The pass that came from there continues, or the next one."""
-        is_over = self.has_ended or self.spent is not None
-        if is_over and (self.epoch, self.position) == self.origin[:2]:
-            if self.reading is not None:
-                self.suspend()  # `peek` has opened it, beyond the pass's end
-        elif self.reading is None and self.place == self.origin and not self.failed:
+        origin = self.origin
+        if origin is None or (self.spent is not None and (self.epoch, self.position) == origin[:2]):
+            return
+        if self.reading is None and self.place == origin and not self.failed:
             self.new_epoch = False  # the next pass continues this epoch too
         else:
-            self.put(self.origin, self.ends_early)
+            self.put(origin)
 
     def begin_again(self, error: type[BaseException], words: str) -> None:
         """What the training loop had is gone: refuse batches until a state is loaded or a place is sought."""
         self.suspend()
         self.failed.clear()
-        self.body, self.refusal, self.setting.last = None, (error, words), None
+        self.place, self.new_epoch = self.place._replace(detail=Unknown(words, error)), False
+        self.loaded = self.origin = self.body = self.context.last = None
 
     def end_epoch(self) -> None:
         """Give up the rest of this epoch."""
         following = self.place_at(self.epoch + 1, 0)
-        nothing_since = (self.epoch, self.position) == self.origin[:2] and not self.within
+        nothing_since = self.origin is not None and (self.epoch, self.position) == self.origin[:2] and not self.within
         self.finish()
-        self._close(self._without_reading())
-        self.place, self.loaded, self.unfinished = following, None, None
+        if self.reading is not None:
+            self.reading.close()
+        self.reading, self.place, self.loaded = None, following, None
         if nothing_since:
-            # What comes next is to be given again, not the rest that is given up.
-            self.keep(following, self.committed)
+            self.origin = following  # what comes next is to be given again, not the rest that is given up
         self.failed.clear()
 
     # --- sessions ---
@@ -295,83 +377,79 @@ class Progress:
         """Open a session at the place, in the world as it is now.
 
         Returns:
-            False if the epoch has no batches left and continues all the same, in the body of `epochs`.
+            False if the epoch has no batches left, and its pass is to end all the same.
         """
-        if self.refusal is not None:
-            error, words = self.refusal
-            raise error(words)
-        world = self.setting.enter()
-        adapter, seed, place = self.adapter, self.setting.seed(world), self.here()
-        before: Place | None = None
-        if self.failed:
-            before, passed_over = place, len(self.failed) * adapter.units_per_step(world)
-            place = self.place_at(place.epoch, place.position + passed_over)
-        share: Share | None = None
-        if not place.at_end:
-            adapter.prepare(seed, place.epoch)
-            share = adapter.share(seed, place.epoch, place.position, world, place.detail)
+        context, adapter = self.context, self.context.adapter
+        world = context.enter()
+        seed, place, skipped = context.seed(world), self.here(), self.skipped if self.failed else 0
+        if skipped:
+            place = self.place_at(place.epoch, place.position + skipped * adapter.units_per_step(world))
+        share = None if place.at_end else self._prepared_share(place, seed, world)
         if place.at_end or (share is not None and share.global_steps == 0 and place.position > 0):
             # Less than one global batch is left.
-            if self.body is not None or before is not None or self.ends_early:
+            if self.body is not None or skipped or self._ends_early:
                 return False
-            place = self.place = self.place_at(place.epoch + 1, 0)
-            self.unfinished = None
-            adapter.prepare(seed, place.epoch)
-            share = adapter.share(seed, place.epoch, 0, world, place.detail)
+            place = self.place_at(place.epoch + 1, 0)
+            share = self._prepared_share(place, seed, world)
         detail = place.detail
         if not detail and not place.position:
             detail = adapter.detail_at(place, place[:2], seed, world)
-        if place == self.origin:
-            # As the source says it now, which reading changes.
-            self.origin = place._replace(detail=detail)
-        looks, expects = self._witnesses.looks(place.epoch), self._witnesses.expected
+        if not skipped:
+            if self.origin is None or place == self.origin:
+                self.origin = place._replace(detail=detail)  # as the source says it now, which reading changes
+            self.place = place._replace(detail=detail)
+        looks, expects = self.states.looks(place.epoch), self.states.expected
         run = Run(place.epoch, place.position, seed, world, share, adapter.tail_in_use, detail, looks, expects)
-        session = adapter.session(run)
-        if self._then is not None:
-            session = self._then.around(session, run, adapter)
-        if before is None:
-            before = Place(place.epoch, place.position, detail)
-        bookmarks = self.options.remember > 0 or adapter.facts.remembers
-        self.reading = Reading(
-            session, run, adapter.units_per_step(world), before, bookmarks, resumed=self.loaded is not None
-        )
-        self.setting.settle(seed, world)
+        remembers = context.options.remember > 0 or adapter.facts.remembers
+        self.reading = Reading(context.session(run), run, adapter.units_per_step(world), remembers)
         return True
+
+    @property
+    def _ends_early(self) -> bool:
+        """Whether the pass that runs ends with this epoch, even if it is given nothing more of it."""
+        latest = self.latest()
+        return latest is not None and latest.resharded
+
+    def _prepared_share(self, place: Place, seed: int, world: World) -> Share | None:
+        self.context.adapter.prepare(seed, place.epoch)
+        return self.context.adapter.share(seed, place.epoch, place.position, world, place.detail)
 
     def suspend(self, bookmark: Any = None) -> None:
         """Close the open session, and keep its place. `bookmark`: taken before a batch that failed."""
-        here = self.epoch, self.position
         self._settle()
-        self._close(self.spent)
-        reading = self._without_reading()
+        if self.spent is not None:
+            self.spent.close()
+        reading, position = self.reading, self.position
+        self.reading = None
         if reading is None:
             return
-        self.place = Place(*here)  # all there is if the source cannot say more
         try:
-            self.place = reading.place(bookmark)
-        except SourceError:
-            raise
-        except Exception as error:  # noqa: BLE001  # a source that cannot say its state is read all the same
-            self.place = Place(*here, Unknown(str(error)))
+            if reading.steps:
+                self.place = reading.place(bookmark)
+        except Exception as error:
+            self.place = Place(reading.run.epoch, position, Unknown(error))
+            if isinstance(error, SourceError):
+                raise
+            # A source that cannot say its state is read all the same.
         finally:
             reading.close()
 
-    def _without_reading(self) -> Reading | None:
-        """The session that was open. From now on none is."""
-        self.given = self.last_given()
-        reading, self.reading = self.reading, None
-        return reading
-
-    @staticmethod
-    def _close(reading: Reading | None) -> None:
-        if reading is not None:
-            reading.close()
+    def _settle(self) -> None:
+        """Ask the source for the next epoch's detail, once: to find its state, it may have to be read past its end."""
+        spent = self.spent
+        if self.place.detail is not LATER or spent is None:
+            return
+        try:
+            detail = spent.session.next_epoch_detail()
+        except Exception as error:
+            self.place = self.place._replace(detail=Unknown(error))
+            if isinstance(error, SourceError):
+                raise
+            return  # a source that cannot say its state is read all the same
+        self.place = self.place._replace(detail=detail)
 
     def peek(self) -> Any:
         """As `Loader.peek`."""
-        reading = self.reading
-        if reading is not None and reading.peeked:
-            return reading.peeked[0][0]
         latest = self.latest()
         if self.spent is not None and latest is not None:
             raise StopIteration  # the pass has given its last batch, and has not been told so
@@ -380,19 +458,25 @@ class Progress:
             raise StopIteration
         reading = self.reading
         assert reading is not None  # `open` has made it
-        bookmark = reading.bookmark_now() if reading.steps else None
-        try:
-            batch = reading.take()
-            if not reading.steps:
-                self._witnesses.see(reading)
-        except StopIteration:
-            raise
-        except BaseException:
-            self.suspend(bookmark)
-            raise
-        reading.peeked.append((batch, bookmark))
-        if latest is not None:
-            latest.reading = None
+        if not reading.peeked:
+            bookmark = reading.bookmark() if reading.steps else None
+            try:
+                batch = self._take(reading)
+            except StopIteration:
+                raise
+            except BaseException:
+                self.suspend(bookmark)
+                raise
+            reading.peeked.append((batch, bookmark))
+            if latest is not None:
+                latest.reading = None
+        return reading.peeked[0][0]
+
+    def _take(self, reading: Reading) -> Any:
+        """A batch of the session. With the first one, what its reader saw is compared with the expected witness."""
+        batch = reading.session.take()
+        if not reading.steps and reading.run.reports:
+            self.states.see(reading.run.reports[0], reading.run.epoch)
         return batch
 
     def finish(self) -> None:
@@ -405,7 +489,7 @@ class Progress:
         finally:
             self.spent = None
             self.end_pass()
-            self.latest = _ended
+            self.latest = _none
             reading.close()
 
     def close(self) -> None:
@@ -415,13 +499,13 @@ class Progress:
         latest = self.latest()
         if latest is not None and latest.interval is not None and self.body is not None:
             self.body.end(latest.interval, exhausted=False)
-        self.latest = _ended if self.has_ended else _none
-        self.adapter.close()
+        self.latest = _none
+        self.context.adapter.close()
 
     # --- passes ---
 
-    def next_batch(self, this: Pass) -> Any:
-        """The next batch, where the pass has to be checked or a session opened first."""
+    def checked_batch(self, this: Pass) -> tuple[Reading, Any, Any]:
+        """The next batch, where the pass has to be checked or a session opened first: the reading, it, the bookmark."""
         if this.phase is Phase.NEW:
             self._begin(this)
         if this.phase is Phase.ENDED:
@@ -438,60 +522,32 @@ class Progress:
                 raise StopIteration
             reading = self.reading
             assert reading is not None  # `open` has made it
-            bookmark = None
+            bookmark = reading.bookmark() if reading.steps and (reading.bookmarks or reading.peeked) else None
             try:
-                if reading.peeked:
-                    batch, bookmark = reading.peeked.pop()
-                else:
-                    bookmark = reading.bookmark()
-                    batch = reading.take()
-                    if not reading.steps:
-                        self._witnesses.see(reading)
+                batch = reading.peeked.pop()[0] if reading.peeked else self._take(reading)
+                break
             except StopIteration:
                 if not self.source_ended(this, reading):
                     raise
-                continue
             except BaseException as error:
                 self.source_failed(this, reading, error, bookmark)
                 raise
-            break
-        self.loaded, self.new_epoch, self.fresh, self.ends_early = None, True, False, False
         if self.failed:
-            self._warn_of_failed(reading.run.epoch, reading.before.position, reading.run.position)
-        this.reading = reading
-        reading.count(self.history, bookmark)
-        if self.body is not None and this.interval is not None:
-            self.body.take(this.interval)
-        if reading.steps == reading.last_step:
-            self.last_given_out(this, reading)
-        return batch
+            if self.skipped:
+                self._warn_of_skipped(reading.run.epoch, self.place.position, reading.run.position)
+            self.failed.clear()
+        self.new_epoch, this.reading = True, reading
+        return reading, batch, bookmark if reading.steps else self.place
 
     def last_given_out(self, this: Pass, reading: Reading) -> None:
         """The epoch's last batch was handed out: be at the next epoch's beginning, in a body right before it."""
-        self.given = self.last_given()
-        self.place = Place(reading.run.epoch + 1, 0)
+        run = reading.run
+        self.place = Place(run.epoch + 1, 0, LATER)
         if self.body is not None:
-            run = reading.run
-            size = self.adapter.size(run.seed, run.epoch, run.world, run.detail)
+            size = self.context.adapter.size(run.seed, run.epoch, run.world, run.detail)
             self.place = self.place.before(reading.position if size is None else size)
-        else:
-            self.unfinished = None
-        self.loaded, self.new_epoch = None, True
+        self.new_epoch = True
         self.reading, self.spent, this.reading = None, reading, None
-
-    def _settle(self) -> None:
-        """Ask the source for the next epoch's detail, once: to find its state, it may have to be read past its end."""
-        reading = self.spent
-        if reading is None or reading.closed or reading.settled:
-            return
-        reading.settled = True
-        try:
-            detail = reading.session.next_epoch_detail()
-        except SourceError:
-            raise
-        except Exception as error:  # noqa: BLE001  # a source that cannot say its state is read all the same
-            detail = Unknown(str(error))
-        self.place = self.place._replace(detail=detail)
 
     def _refuse(self) -> NoReturn:
         """What a pass answers that another one has replaced."""
@@ -504,97 +560,85 @@ class Progress:
         """A pass asks for its first batch."""
         body = self.body
         if body is not None:
-            if body.gives_nothing(self.name):
+            name = self._name
+            if body.next_is_empty(name):
+                body.pass_empty(name)
                 self._log("a pass that had ended before gives nothing: going on with what followed it")
                 this.phase = Phase.ENDED
                 return
-            body.before_begin(self.name)
+            body.before_begin(name)
         if self.spent is not None:
             self.finish()
         if self.new_epoch and (self.has_begun or self.is_at_end):
-            if not self.has_ended and self.reading is not None:
-                self._warn_of_dropped(self.reading)
+            self._warn_of_dropped()
             self.end_epoch()
         self.failed.clear()  # only who asks the same iterator again continues after a batch that failed
         this.phase = Phase.RUNNING
         if body is None:
-            self.latest = weakref.ref(this)
+            self.latest = self.waiting if self.waiting() is this else weakref.ref(this)
         else:
-            this.interval, self.latest = body.begin(
-                self.name, this, older=this.made_in is not body, outlived=this.made_in not in (None, body)
-            )
+            older, outlived = this.made_in is not body, this.made_in not in (None, body)
+            this.interval, self.latest = body.begin(self._name, this, older, outlived)
+
+    def end_pass(self) -> None:
+        """Let the latest pass end."""
+        if (latest := self.latest()) is not None:
+            self._end(latest)
 
     def _end(self, this: Pass) -> None:
         """A pass is told that it has no more batches."""
-        this.phase, this.reading, self.latest = Phase.ENDED, None, _ended
+        this.phase, this.reading, self.latest = Phase.ENDED, None, _none
         if this.interval is not None and self.body is not None:
             self.body.end(this.interval, exhausted=True)
 
-    def _warn_of_dropped(self, before: Reading) -> None:
+    def _warn_of_dropped(self) -> None:
         """Warn of a new pass that drops what was hardly meant to be dropped."""
+        steps = 0 if self.reading is None else self.reading.steps
         # In a body, a pass may be left on purpose, and the next one may be that of a later line.
-        if before.resumed and before.run.position and (self.body is None or before.steps == 1):
+        if self.is_unfinished and steps and (self.body is None or steps == 1):
             warn(
                 f"a new pass drops the rest of the resumed epoch {self.epoch}, from position {self.position} on: "
                 "to continue instead, keep the iterator, or load loader.state_dict()",
             )
-        elif before.steps == 1:
-            self._warn_of_one(f"a new pass begins epoch {self.epoch + 1}")
+        elif steps == 1:
+            self._warn_of_one("the next one begins another epoch")
 
     def _warn_of_one(self, follows: str) -> None:
-        """Warn once of what `next(iter(loader))` takes."""
-        if not self._warned_of_one:
-            self._warned_of_one = True
-            warn(
-                f"a pass over epoch {self.epoch} was given up after its first batch, and {follows}: to look at a "
-                "batch, use loader.peek(), which gives nothing up",
-            )
+        """Warn of what `next(iter(loader))` takes."""
+        warn(
+            f"a pass was given up after its first batch, and {follows}: to look at a batch, use loader.peek(), which "
+            "gives nothing up",
+        )
 
     # --- the end of the source, and its errors ---
-
-    def source_failed(self, this: Pass, reading: Reading, error: BaseException, bookmark: Any) -> None:
-        """Handle an error that will be raised: the loader stays after the last good batch."""
-        if reading is not self.reading:
-            return
-        self.suspend(bookmark)
-        this.reading = None
-        share, own = reading.run.share, isinstance(error, Exception) and not isinstance(error, MidepochError)
-        if own and share is not None and reading.steps == share.steps:  # behind the last batch, as in a plain pass
-            self.new_epoch = True
-            self._end(this)
-        elif self._passes_over(error):
-            # A worker's error has its whole traceback in its message; the last line says what it was.
-            self.failed.append(str(error).strip().rpartition("\n")[2] or type(error).__name__)
-        elif own and not self.adapter.jumps:
-            self._warn_of_stuck()
 
     def source_ended(self, this: Pass, reading: Reading) -> bool:
         """Handle the source's StopIteration. True if the pass continues, False if it is to be raised."""
         if reading is not self.reading:
             return False
         this.reading = None
-        session, run = reading.session, reading.run
+        run, share = reading.run, reading.share
         resumed = not reading.steps and reading.run.position > 0
         reading.correct()
         if reading.last_step is not None:
-            if run.share is not None and reading.steps < run.share.steps and not session.varies:
+            if share is not None and reading.steps < share.steps:
                 self.suspend()
                 raise SourceError(
-                    f"the source ended after {reading.steps} of the {run.share.steps} batches that were left: correct "
-                    "its __len__, or find where its code raises StopIteration"
+                    f"the source ended after {reading.steps} of the {share.steps} batches that were left: correct its "
+                    "__len__, or find where its code raises StopIteration"
                 ) from None
             # An empty epoch, a rank without a part of the last global batch, or last steps without batches.
-            continues = resumed and session.position_correction > 0
             self.last_given_out(this, reading)
-            if not continues:
-                self.finish()
-                return False
-            self._settle()
-            self.spent = None
-            reading.close()
-            return True
-        before = sum(each == run.epoch - 1 for _, each, _, _ in self.history)
-        if reading.position == 0 and before and not self.adapter.facts.drop_last:  # which may have left out all of it
+            if resumed and reading.session.position_correction > 0:
+                self._settle()
+                self.spent = None
+                reading.close()
+                return True
+            self.finish()
+            return False
+        before = sum(each.run.epoch == run.epoch - 1 for each, _, _ in self.history)
+        left_out = self.context.adapter.facts.drop_last  # all of it, perhaps
+        if self.position == 0 and before and not left_out:
             self.suspend()
             self._end(this)
             raise SourceError(
@@ -604,17 +648,16 @@ class Progress:
         self._unknown_length_ended(reading, resumed)
         if resumed and self.body is not None:
             self._log_empty()
-        elif resumed and not self.ends_early and (run.tail != "uneven" or run.world.world_size == 1):
+        elif resumed and not this.resharded and (run.tail != "uneven" or run.world.world_size == 1):
             return True
-        self.ends_early = False
         self._end(this)
         return False
 
     def _unknown_length_ended(self, reading: Reading, resumed: bool) -> None:
         """Be at the next epoch's beginning; in a body, right before it. `resumed`: nothing was left of this one."""
-        epoch, position = reading.run.epoch, reading.position
+        epoch, position, reach = reading.run.epoch, reading.position, self.context.adapter.reach
         following: Place | None = None
-        if self.adapter.reach is Reach.STATES:
+        if reach is Reach.STATES:
             with contextlib.suppress(Exception):  # a source that cannot say its state is read all the same
                 following = Place(epoch + 1, 0, reading.session.next_epoch_detail())
         self.suspend()
@@ -626,72 +669,75 @@ class Progress:
             return
         if self.body is not None:
             self.place = following.before(position)
-        elif resumed or not self.is_part:
-            nothing_since = self.place[:2] == self.origin[:2]
-            self.place, self.loaded, self.unfinished = following, None, None
+        elif resumed or not self.context.is_part:
+            nothing_since = self.origin is not None and self.place[:2] == self.origin[:2]
+            self.place = following
             if nothing_since:
-                self.keep(following, self.committed)
+                self.origin = following
 
     def _leave_empty(self, this: Pass) -> None:
         """End a pass without a batch: only the body of its epoch is left, or the epoch's last batches failed."""
-        place = self.place
-        unexpected = not (self.failed or self.ends_early)
+        place, skipped, adapter = self.place, self.skipped, self.context.adapter
+        unexpected = not (skipped or this.resharded)
         if place.at_end or unexpected:
             self._log_empty()
-        if not (place.at_end or (unexpected and self.adapter.reach is Reach.STATES)):
+        if not (place.at_end or (unexpected and adapter.reach is Reach.STATES)):
             # Less than a global batch is left. The epoch ends where it does on a rank that was given its last batch.
-            world = self.setting.world()
-            size = self.adapter.size(self.setting.seed(world), place.epoch, world, self.here().detail)
-            if self.failed:
-                self._warn_of_failed(place.epoch, place.position, place.position if size is None else size)
+            world = self.context.world()
+            size = adapter.size(self.context.seed(world), place.epoch, world, self.here().detail)
+            if skipped:
+                self._warn_of_skipped(place.epoch, place.position, place.position if size is None else size)
+                self.failed.clear()
             following = self.place_at(place.epoch + 1, 0)
-            if self.body is not None and size is not None:
-                self.place = following.before(size)
-            else:
-                self.place, self.unfinished = following, None
-            self.loaded = None
-        self.new_epoch, self.ends_early = True, False
+            self.place = following if self.body is None or size is None else following.before(size)
+        self.new_epoch = True
         self._end(this)
 
-    def end_pass(self) -> None:
-        """Let the latest pass end."""
-        if (latest := self.latest()) is not None:
-            self._end(latest)
-
     def _log_empty(self) -> None:
-        name = self.adapter.name
+        name = self.context.adapter.name
         self._log(f"all batches of epoch {self.epoch} of a loader ({name}) are done: a pass over it is empty")
 
     def _log(self, what: str) -> None:
-        if self.setting.world().rank == 0:
+        if self.context.world().rank == 0:
             _logger.warning("%s", what)
 
-    # --- errors that are passed over ---
-
-    def _passes_over(self, error: BaseException) -> bool:
-        """Whether the caller who goes on after an error gets the next batch. Not if a worker died or memory ran out."""
+    def source_failed(self, this: Pass, reading: Reading, error: BaseException, bookmark: Any) -> None:
+        """Handle an error that will be raised: the loader stays after the last good batch."""
+        if reading is not self.reading:
+            return
+        self.suspend(bookmark)
+        this.reading = None
         if not isinstance(error, Exception) or isinstance(error, MidepochError | MemoryError):
-            return False
-        if not self.adapter.jumps:
-            return False
-        stated = self.options.on_error
-        return stated == "next" or (stated is None and not self.is_part and self.setting.world().world_size == 1)
+            return
+        share = reading.run.share
+        if share is not None and reading.steps == share.steps:  # it ends the pass, as in a plain one
+            self.new_epoch = True
+            self._end(this)
+        else:
+            if self.failed and not self.context.adapter.jumps:
+                warn(
+                    f"the batch at position {self.position} of epoch {self.epoch} has failed again, and what follows "
+                    "it cannot be reached, because this source is read from its start, or from a state of its own: "
+                    "leave the loop, or let the source pass over bad samples",
+                )
+            # A worker's error has its whole traceback in its message; the last line says what it was.
+            self.failed.append(str(error).strip().rpartition("\n")[2] or type(error).__name__)
 
-    def _warn_of_stuck(self) -> None:
-        """Warn the caller who asks again for a batch that has failed, and will each time."""
-        here = self.epoch, self.position
-        if here == self.stuck:
-            warn(
-                f"the batch at position {self.position} of epoch {self.epoch} has failed again, and what follows it "
-                "cannot be reached, because this source is read from its start, or from a state of its own: leave the "
-                "loop, or let the source pass over bad samples",
-            )
-        self.stuck = here
+    @property
+    def skipped(self) -> int:
+        """How many batches after the place are passed over by whoever asks for the next one after an error.
 
-    def _warn_of_failed(self, epoch: int, start: int, stop: int) -> None:
+        None if the source cannot jump over them, and, unless the user states otherwise, where other ranks or parts
+        would wait. Workers that died, or memory that ran out, say nothing of a batch.
+        """
+        if not self.failed or not self.context.adapter.jumps:
+            return 0
+        stated, alone = self.context.options.on_error, not self.context.is_part and self.context.world().world_size == 1
+        return len(self.failed) if stated == "next" or (stated is None and alone) else 0
+
+    def _warn_of_skipped(self, epoch: int, start: int, stop: int) -> None:
         """Name the positions that were passed over, now that the caller has gone on after them."""
         failed = "; ".join(dict.fromkeys(self.failed))
-        self.failed.clear()
         warn(
             f"positions {start} to {stop - 1} of epoch {epoch} were passed over, because reading them failed "
             f"({failed:.300}): repair the data, or pass on_error='retry' to midepoch.wrap to have them tried again",
@@ -699,24 +745,24 @@ class Progress:
 
     # --- the body of an epoch ---
 
-    def enter_body(self, body: Body, name: str, continues: bool | None = None) -> None:
+    def enter_body(self, body: Body, continues: bool | None = None) -> None:
         """An epoch has been yielded.
 
         Args:
             body: the new one.
-            name: of this loader in it.
             continues: whether its first pass continues where the loader is; None: as if there were no body.
         """
-        first, self.body, self.name = not self.name, body, name
+        self.body = body
         if continues is False:
             self.new_epoch = True
         elif continues and self.new_epoch:
             self.new_epoch, reading = False, self.reading
-            if first and self._abandoned and reading is not None and reading.steps == 1 and not reading.run.position:
+            looked = self.latest is self.waiting and self._abandoned  # not in a body
+            if looked and reading is not None and reading.steps == 1 and not reading.run.position:
                 self._warn_of_one(f"the body of epochs goes on after it, at position {self.position}")
         latest = self.latest()
-        if latest is not None and not body.knows(latest.interval):
-            latest.interval, self.latest = body.begin(name, latest, older=True)
+        if latest is not None and (latest.interval is None or latest.interval.body is not body):
+            latest.interval, self.latest = body.begin(self._name, latest, older=True)
 
     def leave_body(self, epoch: int | None = None) -> bool:
         """End the epoch with its body.
@@ -727,62 +773,19 @@ class Progress:
         Returns:
             Whether an iterator that was first read in this body is kept at its end, in the middle of an epoch.
         """
-        body, latest = self.body, self.latest()
-        if body is None:
-            return False
+        latest, committed = self.latest(), self.committed
         left = self.new_epoch and self.has_begun and not self.is_at_end
         going_on = epoch is None and latest is not None and not self.is_at_end
-        left = left and self.adapter.reach is not Reach.STATES  # otherwise only reading leads to the next epoch
+        left = left and self.context.adapter.reach is not Reach.STATES  # otherwise only reading leads to the next epoch
         if not going_on and (self.is_at_end or self.epoch == epoch or left):
             self.end_epoch()
             self.new_epoch = True
             if latest is not None:
                 self._end(latest)  # one that is kept has ended
         self.body = None
+        if committed is not None and committed["position"] == committed["size"] and not self.position:
+            # What was committed at the end of its epoch is now the next one's beginning.
+            with contextlib.suppress(StateError):  # the source cannot say: the committed state stays
+                here = self.here()
+                self.keep(here, self.state_at(here))
         return going_on and latest is not None and latest.interval is not None and not latest.interval.older
-
-
-class Pass:
-    """One pass over a loader. Several may exist; the one that was started last is the loader's.
-
-    The loader holds no reference to the pass, so a ``break`` leaves no cycle. Inside a cycle, the garbage collector may
-    wait for worker processes before anything has told them to end.
-
-    Attributes:
-        phase: what its `next()` returns.
-        reading: the open session, if the next batch can be taken from it without a check.
-        made_in: the body in which its iterator was made.
-        interval: for the record of a body.
-    """
-
-    __slots__ = ("__weakref__", "_progress", "interval", "made_in", "phase", "reading")
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress, self.phase, self.made_in = progress, Phase.NEW, progress.body
-        if progress.body is None:
-            progress.made_outside = weakref.ref(self)
-        self.reading: Reading | None = None
-        self.interval: Interval | None = None
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Any:
-        progress, reading = self._progress, self.reading
-        if reading is None or reading is not progress.reading:
-            return progress.next_batch(self)
-        bookmark = reading.bookmark() if reading.bookmarks else None
-        try:
-            batch = reading.take()
-        except StopIteration:
-            progress.source_ended(self, reading)
-            raise
-        except BaseException as error:
-            progress.source_failed(self, reading, error, bookmark)
-            raise
-        reading.count(progress.history, bookmark)
-        if self.interval is not None and progress.body is not None:
-            progress.body.take(self.interval)
-        if reading.steps == reading.last_step:
-            progress.last_given_out(self, reading)
-        return batch

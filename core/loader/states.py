@@ -1,44 +1,80 @@
-"""From a place to a state, and back: what is built, what is refused."""
+"""From a place to a state, and back: what a state says, and what follows if it does not fit.
+
+A state's `witness` says what the first sample of an epoch looks like. The one of a loaded state is compared when a
+session's first batch is read, and that of each epoch is kept for states to come.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import NoReturn
+from typing import Any, Literal, NoReturn
 
 from ..errors import StateMismatchError, warn
 from ..state import format as states
 from ..state import parts
 from ..state.format import State
-from ..state.witness import Witness
+from ..state.witness import SampleSummary, Witness
+from ..trying import Finding
 from ..world import World
-from .adapter import Adapter, Options
+from .adapter import WitnessReport
+from .context import RunContext
 from .place import Place
 
-__all__ = ["States"]
+__all__ = ["States", "Verify", "tell_of_another"]
+
+Verify = Literal["sample", "strict", "warn", "off"]
+"""`wrap`'s setting of this name."""
+
+_CURE = "restore it, or pass verify='warn' to midepoch.wrap to continue all the same"
+
+_OF_SAMPLES = (
+    "make each sample a function of its index and of python's, numpy's or torch's generators, or of "
+    "midepoch.sample_generator()"
+)
+_OF_KEPT = (
+    "it keeps what it drew; draw anew for every sample, or make what is kept a function of the index, as "
+    "np.random.default_rng(index) does"
+)
 
 
 class States:
-    """The states of one source."""
+    """The states of one loader.
 
-    def __init__(self, adapter: Adapter, options: Options) -> None:
-        self._adapter, self._options = adapter, options
-        self._own = {} if options.fingerprint is None else {"fingerprint": options.fingerprint}
+    Attributes:
+        expected: the witness of the loaded state, until it has been compared.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
         self._describe()
+        self.expected: Witness | None = None
+        # By epoch, of the last two from which was read. A text is made when a state asks for it.
+        self._known: dict[int, str | tuple[Any, SampleSummary, frozenset[str]]] = {}
+        self._left_out: frozenset[str] = frozenset()  # names of a sample's parts that differ from one read to the next
+        self._tried = False  # whether a sample that is read twice stays the same
+
+    def start_as(self, other: States) -> None:
+        """Take over the witnesses of another loader of the same source."""
+        self.expected, self._known = other.expected, dict(other._known)
+        self._left_out, self._tried = other._left_out, other._tried
 
     def _describe(self) -> None:
-        described = {**self._adapter.describe(), **self._own}
+        adapter, stated = self._context.adapter, self._context.options.fingerprint
+        described = adapter.describe() | ({} if stated is None else {"fingerprint": stated})
         self._fingerprint = json.dumps(described, separators=(",", ":"), sort_keys=True)
-        self._redescribed = self._adapter.redescribed
+        self._described = adapter.redescribed
+
+    # --- building and checking ---
 
     def build(self, place: Place, seed: int, world: World, witness: str = "") -> State:
         """The state at a place."""
-        adapter, detail = self._adapter, place.detail
+        adapter, detail = self._context.adapter, place.detail
         if not detail and (place.at_end or not place.position):
             begins = place.after() if place.at_end else place
             detail = adapter.detail_at(begins, begins[:2], seed, world)
         if not place.at_end:
             adapter.expect(seed, place.epoch)
-        if adapter.redescribed != self._redescribed:
+        if adapter.redescribed != self._described:
             self._describe()
         own, size = not adapter.rank_independent, place.position if place.at_end else None
         if not (place.at_end or (own and world.world_size > 1)):  # ranks with parts of their own may have other sizes
@@ -58,15 +94,6 @@ class States:
             detail = parts.single_part(world.rank, detail) if own else detail
         return states.build(**fields, detail=detail, witness=witness)
 
-    def _warn_of_package(self, fingerprint: str) -> None:
-        """Warn where a source's package is of another version than the one that has made the state."""
-        saved, here = (states.piece_of(each, "package") for each in (fingerprint, self._fingerprint))
-        if saved and here and saved != here:
-            warn(
-                f"the state was saved with {saved!r:.80}, and {here!r} is installed: another version may read it "
-                "differently; install that version, or compare the first batches"
-            )
-
     def check(self, state: State, world: World) -> tuple[State, Place]:
         """A copy of `state`, if this source can continue from it, and its place.
 
@@ -74,19 +101,17 @@ class States:
             StateError: it cannot. The message says what differs and what to do.
         """
         checked = states.check(state)
-        adapter = self._adapter
+        adapter, stated_seed = self._context.adapter, self._context.options.seed
         if checked["adapter"] != adapter.name:
             _mismatch("the adapter", checked["adapter"], adapter.name, "wrap the kind of source that was saved")
-        if self._options.seed is not None and checked["seed"] != self._options.seed:
-            _mismatch(
-                "the seed", checked["seed"], self._options.seed, "pass that seed, or none to take over the saved one"
-            )
+        if stated_seed is not None and checked["seed"] != stated_seed:
+            _mismatch("the seed", checked["seed"], stated_seed, "pass that seed, or none to take over the saved one")
         inside = checked["position"] > 0 or checked["detail"]
         # Of what each rank knows for itself, `rank_part` says which worlds can share it.
         if inside and adapter.rank_independent and not adapter.elastic and checked["world_size"] != world.world_size:
             adapter.refuse_world(checked["world_size"], world)
         adapter.refresh()
-        if adapter.redescribed != self._redescribed:
+        if adapter.redescribed != self._described:
             self._describe()
         states.compare_fingerprints(checked["fingerprint"], self._fingerprint)
         self._warn_of_package(checked["fingerprint"])
@@ -103,15 +128,114 @@ class States:
         Witness.parse(checked["witness"])
         return checked, place
 
+    def _warn_of_package(self, fingerprint: str) -> None:
+        """Warn where a source's package is of another version than the one that has made the state."""
+        saved, here = (states.piece_of(each, "package") for each in (fingerprint, self._fingerprint))
+        if saved and here and saved != here:
+            warn(
+                f"the state was saved with {saved!r:.80}, and {here!r} is installed: another version may read it "
+                "differently; install that version, or compare the first batches"
+            )
+
     def place(self, state: State, world: World) -> Place:
         """The place of a state, with this rank's detail."""
-        adapter = self._adapter
+        adapter = self._context.adapter
         detail = parts.unseal_detail(state, adapter.rank_independent)
         if detail and not adapter.rank_independent:
             detail = adapter.rank_part(detail, state["world_size"], world)
         # Only a body of `epochs` saves the end of an epoch; otherwise the state is that of the next one's beginning.
-        over = bool(state["size"] and state["position"] == state["size"])
-        return Place(state["epoch"], state["position"], str(detail), over)
+        at_end = bool(state["size"] and state["position"] == state["size"])
+        return Place(state["epoch"], state["position"], str(detail), at_end)
+
+    # --- witnesses ---
+
+    def witness(self, epoch: int) -> str:
+        """The witness of an epoch, for a state; empty if it is not known."""
+        known = self._known.get(epoch, "")
+        if isinstance(known, tuple):
+            known = self._known[epoch] = str(Witness.of(epoch, *known))
+        return known
+
+    def expect(self, witness: str) -> None:
+        """Expect a loaded state's witness."""
+        self.expected = Witness.parse(witness) if self._context.options.verify != "off" else None
+        self._known = {} if self.expected is None else {self.expected.epoch: witness}
+
+    def looks(self, epoch: int) -> int:
+        """How often the first sample of an epoch is to be looked at."""
+        options = self._context.options
+        if options.verify == "off" or not options.streams or options.shard is False:
+            return 0
+        return 2 if not self._tried else int(self.expected is not None or epoch not in self._known)
+
+    def see(self, seen: WitnessReport, epoch: int) -> None:
+        """Compare what the reader of a session's first batch saw with the loaded state's witness, and keep it.
+
+        Raises:
+            StateMismatchError: the data differ from those that the state was saved with.
+        """
+        if self.expected is not None:
+            _compare(self.expected, seen, epoch, self._context.options.verify)
+            self.expected = None
+        look, note = seen.look, self._context.adapter.note
+        if look is None:
+            return
+        if look.unseen:
+            note(Finding(unseen=look.unseen))
+        if seen.again is not None:
+            self._tried = True
+            if differing := look.differing(seen.again):
+                self._left_out = frozenset(differing)
+                why = f"two reads of sample {seen.index!r:.80} differ in {look.names(differing)}"
+                note(Finding(why, look.holds_most(differing), _OF_SAMPLES))
+            elif seen.keeps:
+                why = f"sample {seen.index!r:.80} drew random numbers when it was first read, and none when read again"
+                note(Finding(why, cure=_OF_KEPT))
+        if seen.collate is not None:
+            note(seen.collate)
+        before = {epoch - 1: self._known[epoch - 1]} if epoch - 1 in self._known else {}
+        self._known = {**before, epoch: (seen.index, look, self._left_out)}
+
+
+def tell_of_another(which: str, verify: Verify) -> None:
+    """What follows when the data that `which` names are not those that the state was saved with."""
+    _tell(f"{which} has another content than when the state was saved: {_CURE}", verify in ("sample", "strict"))
+
+
+def _compare(witness: Witness, seen: WitnessReport, epoch: int, verify: Verify) -> None:
+    """Compare a sample with a loaded state's witness. At an epoch's boundary, what differs may be meant to."""
+    strict, at_boundary = verify == "strict", witness.epoch != epoch
+    if at_boundary and witness.index is None and not seen.what:
+        return  # only that epoch's order knows which sample it was
+    index = seen.index if witness.index is None else witness.index
+    which = seen.what or f"sample {index!r:.80}, the first of epoch {witness.epoch},"
+    error = strict or (verify == "sample" and not at_boundary)
+    if seen.expected is None:
+        if seen.missing:
+            _tell(f"{which} is not there now: the data have changed; {_CURE}", error)
+        else:
+            why = seen.error or "it raises an error"
+            _tell(f"{which} cannot be compared with the state's witness ({why})", strict)
+    elif differing := witness.differs(seen.expected):
+        names = f" ({seen.expected.names(differing)})" if any(differing) else ""
+        expected = "; if your code gives each epoch other data, nothing is wrong" if at_boundary else ""
+        _tell(
+            f"{which} is another one than when the state was saved{names}: sort the list of files (glob and "
+            f"os.listdir do not), restore the data, or pass verify='warn' to midepoch.wrap{expected}",
+            error,
+        )
+    elif witness.has_other_bits(seen.expected):
+        _tell(
+            f"{which} is not bit for bit what it was when the state was saved: the augmentation, a decoder, a library "
+            "or the data have changed, and the samples to come may differ as much",
+            strict,
+        )
+
+
+def _tell(message: str, error: bool) -> None:
+    if error:
+        raise StateMismatchError(message)
+    warn(message)
 
 
 def _mismatch(what: str, saved: object, current: object, cure: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The world and the seed of a loader, as they are now."""
+"""What the sessions of a loader are opened with: the world and the seed, as they are now."""
 
 from __future__ import annotations
 
@@ -8,37 +8,46 @@ from typing import Any
 from ..errors import MidepochError
 from ..randomness.streams import process_seed
 from ..world import World, warn_of_mesh
-from .adapter import Adapter, Options
+from .adapter import Adapter, Options, Run, Session
+from .whole_batches import Then
 
-__all__ = ["Setting"]
+__all__ = ["RunContext"]
 
 
-class Setting:
-    """Which ranks share the data, and the seed of their order and of all random streams.
+class RunContext:
+    """The source and its options; which ranks share the data; the seed of their order and of all random streams.
 
     Attributes:
+        adapter, options: of the source.
         resharded: the last world given to `Loader.reshard`.
         last: the world of the last pass; None if any other may follow.
+        is_part: the loader is part of a combination, where a batch that fails is given again unless the user states
+            otherwise, and the place stays at the end of an epoch of unknown length until the next one begins.
     """
 
     def __init__(self, adapter: Adapter, options: Options) -> None:
-        self._adapter, self._options = adapter, options
+        self.adapter, self.options = adapter, options
         # Read, never consumed; used in a single process if no seed is given.
         self._process_seed = process_seed()
         self._seed = options.seed if options.seed is not None else adapter.facts.seed
         self._seed_is_private = options.seed is None and not adapter.facts.seed_is_shared
         self.resharded: World | None = None
         self.last: World | None = None
+        self.is_part = False
         self._mesh_checked = False
+        self._then = Then.of(options)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "last": None}
+        return {**self.__dict__, "last": None, "_then": None}
 
-    def of_twin(self, adapter: Adapter) -> Setting:
-        """The same for another adapter of the same source."""
-        twin = Setting(adapter, self._options)
-        twin.__dict__.update({**self.__getstate__(), "_adapter": adapter})
-        return twin
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        self.__dict__.update(attributes, _then=Then.of(attributes["options"]))
+
+    def start_as(self, other: RunContext) -> None:
+        """Take over the seed and the world of another loader of the same source."""
+        self._process_seed, self.resharded = other._process_seed, other.resharded
+        self._seed, self._seed_is_private = other._seed, other._seed_is_private
+        self.is_part = other.is_part
 
     def take_seed(self, seed: int) -> None:
         """Take over a loaded state's seed."""
@@ -59,21 +68,23 @@ class Setting:
             )
         if last is None and not self._mesh_checked and world.world_size > 1:
             self._mesh_checked = True
-            if self._options.world is None and self._adapter.facts.world is None:
+            if self.options.world is None and self.adapter.facts.world is None:
                 warn_of_mesh()
         return world
 
-    def settle(self, seed: int, world: World) -> None:
-        """Keep what a session was opened with."""
-        self._seed, self.last = seed, world
+    def session(self, run: Run) -> Session:
+        """Open a session. The seed and the world are kept."""
+        session = self.adapter.session(run)
+        if self._then is not None:
+            session = self._then.around(session, run, self.adapter)
+        self._seed, self.last = run.seed, run.world
+        return session
 
     def world(self) -> World:
         """The world as it is now."""
         if self.resharded is not None:
             return self.resharded
-        stated, by_source = self._options.world, self._adapter.facts.world
-        if stated is None and by_source is None:
-            return World.current()
+        stated, by_source = self.options.world, self.adapter.facts.world
         world = stated if stated is not None else World.current()
         if by_source is None:
             return world
