@@ -10,12 +10,15 @@ __all__ = ["BACKENDS", "COUNTING_TRAINERS", "DRAWLESS_COLLATES", "SAMPLERS_LIKE_
 class Backend(NamedTuple):
     """The import path of an adapter, and the package that defines its sources' classes or their base classes.
 
-    `holds`: its sources may be of any class, and hold objects of that package.
+    Attributes:
+        holds: its sources may be of any class, and hold objects of that package.
+        settings: names of the keywords of `wrap` that only its sources have. The adapter checks their values.
     """
 
     adapter: str
     package: str | None = None
     holds: bool = False
+    settings: frozenset[str] = frozenset()
 
 
 # The most specific first: StatefulDataLoader subclasses DataLoader, and everything is iterable.
@@ -26,7 +29,11 @@ BACKENDS = (
     Backend("midepoch.adapters.dali.dynamic:DynamicAdapter", "nvidia.dali.experimental.dynamic", holds=True),
     Backend("midepoch.adapters.dali.holder:HolderAdapter", "nvidia.dali.plugin", holds=True),
     Backend("midepoch.adapters.ffcv:FFCVAdapter", "ffcv"),
-    Backend("midepoch.adapters.webdataset:WebDatasetAdapter", "webdataset"),
+    Backend(
+        "midepoch.adapters.webdataset:WebDatasetAdapter",
+        "webdataset",
+        settings=frozenset({"index_cache", "progress", "refill", "streams"}),
+    ),
     Backend("midepoch.adapters.streaming:StreamingAdapter", "streaming"),
     Backend("midepoch.adapters.dataloader:MapDataLoaderAdapter"),
     Backend("midepoch.adapters.stateful:StreamAdapter"),

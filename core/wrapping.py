@@ -146,13 +146,14 @@ def _adapter_for(source: Any, options: Options) -> Adapter:
     for each in (source, *directly_held(source).values()):
         if issubclass(type(each), DataLoader):
             end_early_workers(each)
-    passed_over: frozenset[str] = frozenset()  # settings of adapters that left the source to another one
-    for adapter in itertools.chain(_registered(), _loaded(BACKENDS, source)):
+    none: frozenset[str] = frozenset()
+    ours = ((pkgutil.resolve_name(each.adapter), each.settings) for each in BACKENDS if _may_be_of(each, source))
+    for adapter, settings in itertools.chain(((each, none) for each in _registered()), ours):
         if not adapter.recognises(source):
             continue
-        unknown = options.settings.keys() - adapter.settings - passed_over
+        unknown = options.settings.keys() - settings
         if unknown:
-            known = ", ".join(sorted(adapter.settings)) or "none"
+            known = ", ".join(sorted(settings)) or "none"
             raise TypeError(
                 f"wrap() got {', '.join(map(repr, sorted(unknown)))}, which does not apply to a "
                 f"{type(source).__name__} (it accepts: {known}): leave it out"
@@ -160,7 +161,6 @@ def _adapter_for(source: Any, options: Options) -> Adapter:
         chosen = adapter.choose(source, options)
         if chosen is not None:
             return cast(Adapter, chosen)
-        passed_over |= adapter.settings
     raise UnsupportedSourceError(
         f"a {type(source).__name__} cannot be iterated: pass a loader, a dataset, a list of batches or a generator "
         "function"

@@ -234,10 +234,6 @@ class NativeAdapter(CheckpointedAdapter):
         batches, always = self._length(world)
         return batches * world.world_size if batches is not None and always else None
 
-    def stated_length(self) -> int | None:
-        """Batches of the first epoch, as the iterator's own ``__len__`` says."""
-        return self._length(World(0, self.options.known_ranks) if self.options.world is None else self.options.world)[0]
-
     def stated_shards(self, world: World) -> tuple[int, ...]:
         """As `Checkpoint.shards`."""
         count, number = len(self._graphs), self._shards(world)

@@ -151,7 +151,6 @@ class MapDataLoaderAdapter(Adapter):
                 )
         self._parts, self._spec = parts, spec
         self._take_over()
-        self.redescribed += 1
         self.learned()
 
     def prepare(self, seed: int, epoch: int) -> None:
@@ -177,7 +176,7 @@ class MapDataLoaderAdapter(Adapter):
         if isinstance(self._order, MaterializedOrder):
             self._order.moved(detail.removeprefix(_OF_THIS) if detail.startswith(_OF_THIS) else "")
 
-    def twin(self) -> MapDataLoaderAdapter:
+    def __copy__(self) -> MapDataLoaderAdapter:
         """One that knows what the sampler has given."""
         twin = type(self)(self.source, self.options)
         if isinstance(self._order, MaterializedOrder) and isinstance(twin._order, MaterializedOrder):
@@ -194,10 +193,6 @@ class MapDataLoaderAdapter(Adapter):
         else:
             size = order.size
         return size * world.world_size if self._own else size
-
-    def stated_length(self) -> int | None:
-        """torch's own, which a sampler without an end may have."""
-        return length_of(self.source)
 
     def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
         """Where the sampler ends by an error of its own, it has given only full batches before, as torch makes them."""

@@ -93,10 +93,6 @@ class StatefulAdapter(Adapter):
         length = None if any(map(_has_other_epochs, self.told_epochs())) else length_of(self.source)
         return None if length is None else length * world.world_size
 
-    def stated_length(self) -> int | None:
-        """As the source says it now."""
-        return length_of(self.source)
-
     def told_epochs(self) -> list[Any]:
         """The parts of the source whose ``set_epoch`` may change its length."""
         return [self.source] if self.is_of_unknown_kind else []
@@ -197,7 +193,7 @@ class StatefulAdapter(Adapter):
             ) from error
         return {**self.__dict__, "source": source, "_copied": None}
 
-    def twin(self) -> Adapter:
+    def __copy__(self) -> Adapter:
         """Refused: two loaders over one source would move each other."""
         raise UnsupportedSourceError(
             f"{type(self.source).__name__} keeps its own state, which two loaders cannot share: make another source "

@@ -46,6 +46,7 @@ class ElasticGrainAdapter(Adapter):
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
         """Samples; None if it repeats itself for ever."""
+        self._check_world(world)
         return self._size
 
     def describe(self) -> dict[str, str]:
@@ -67,10 +68,9 @@ class ElasticGrainAdapter(Adapter):
 
     def open(self, run: Run) -> Session:
         """Grain's own iterator from the position on."""
-        self.check_reshard(run.world)
         return _ElasticSession(self.source, run)
 
-    def check_reshard(self, world: World) -> None:
+    def _check_world(self, world: World) -> None:
         """An ElasticIterator is made for its shard."""
         shard = self._shard
         if self.options.shard is None and shard != (world.rank, world.world_size):

@@ -13,7 +13,6 @@ from midepoch.errors import StateCorruptError, StateError
 from midepoch.loader.adapter import Options, Run
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.reading.workers import workers_outlive_signals
-from midepoch.samplers import length_of
 from midepoch.state.codec import encode
 from midepoch.trying import Finding
 from midepoch.world import World
@@ -49,10 +48,6 @@ class EnergonAdapter(StatefulAdapter):
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
         """Unknown: its len() is that of one round through the data, of which a training loader makes many."""
         return None
-
-    def stated_length(self) -> int | None:
-        """Batches of one round through the data."""
-        return length_of(self.source)
 
     def describe(self) -> dict[str, str]:
         """The kind of loader and its workers, whose states are restored one by one."""

@@ -85,8 +85,13 @@ class StreamingAdapter(Adapter):
                 f"batch_size is {dataset.batch_size} for the StreamingDataset and {source.batch_size} for its loader: "
                 "pass the same number to both, since Streaming's order depends on it"
             )
-        departs = frozenset({"order", "ranks", "traces"})
-        self.facts = Facts("sample", source.batch_size, source.drop_last, seed=dataset.shuffle_seed, departs=departs)
+        self.facts = Facts(
+            batch_size=source.batch_size,
+            drop_last=source.drop_last,
+            seed=dataset.shuffle_seed,
+            copies=int(dataset.replication or 1),
+            departs=frozenset({"order", "ranks", "traces"}),
+        )
         self._opening = Streams()
         self._stored = None if options.verify == "off" or not options.streams else Stored(dataset)
         self._reads, self._draws = _CheckedPass(dataset, self._stored), _KeyedPass(dataset, self._stored)
@@ -120,24 +125,14 @@ class StreamingAdapter(Adapter):
 
     # --- worlds ---
 
-    @property
-    def _shared_by(self) -> int:
-        """The number of ranks that get the same samples."""
-        return int(self.source.dataset.replication or 1)
-
-    def sharing(self, world: World) -> World:
-        """The world without the ranks that get the same samples as another."""
+    def _check_world(self, world: World) -> None:
+        """Streaming's dataset has its ranks from the environment in which it was made."""
         theirs = private.rank_world(self.source.dataset)
         if (theirs.rank, theirs.num_ranks) != (world.rank, world.world_size):
             raise MidepochError(
                 f"the StreamingDataset was made for rank {theirs.rank} of {theirs.num_ranks}, but this is rank "
                 f"{world.rank} of {world.world_size}: make it after RANK and WORLD_SIZE are set, as torchrun does"
             )
-        return World(world.rank // self._shared_by, world.world_size // self._shared_by)
-
-    def check_reshard(self, world: World) -> None:
-        """Streaming's dataset has its ranks from the environment in which it was made."""
-        self.sharing(world)
 
     def _order_parameters(self, world: World, detail: str = "") -> _OrderParameters:
         if detail:
@@ -153,6 +148,7 @@ class StreamingAdapter(Adapter):
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
         """Samples in one epoch, including those that Streaming repeats to fill the canonical nodes."""
+        self._check_world(world)
         dataset = self.source.dataset
         if dataset.batching_method != "random":
             return None  # only partitioning the epoch tells
@@ -175,7 +171,7 @@ class StreamingAdapter(Adapter):
             "partition": dataset.partition_algo,
             "sampling": f"{dataset.sampling_method},{dataset.sampling_granularity}",
             "batching": dataset.batching_method,
-            "replication": str(self._shared_by),
+            "replication": str(self.facts.copies),
         }
 
     def _block_size(self) -> str:
@@ -273,7 +269,7 @@ class StreamingAdapter(Adapter):
 
     def open(self, run: Run) -> Session:
         """Open a session at the run's position."""
-        self.sharing(run.world)  # refuses another world
+        self._check_world(run.world)
         parameters = self._order_parameters(run.world, run.detail)
         loader, dataset = self.source, self.source.dataset
         begin = self._begin(run.epoch, run.position, run.world, run.detail)

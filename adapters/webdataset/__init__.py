@@ -40,7 +40,6 @@ class WebDatasetAdapter(Adapter):
     """Chooses how a pipeline is read: by position if its shards can be indexed, otherwise as streams."""
 
     name = "webdataset"
-    settings = frozenset({"index_cache", "progress", "refill", "streams"})
 
     @classmethod
     def recognises(cls, source: object) -> bool:

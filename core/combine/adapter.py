@@ -47,8 +47,8 @@ class CombinedAdapter(Adapter):
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         names, loaders, self.keys = names_and_parts(source)
-        self.parts = [Part(name, loader) for name, loader in zip(names, loaders, strict=True)]
-        for part in self.parts:
+        self.members = [Part(name, loader) for name, loader in zip(names, loaders, strict=True)]
+        for part in self.members:
             if part.global_batch is not None:
                 raise UnsupportedSourceError(
                     f"part {part.name} has global_batch={part.global_batch}, and a combination counts single batches: "
@@ -60,11 +60,11 @@ class CombinedAdapter(Adapter):
                     "Wrap it with remember=1, or with as many as in_flight may be: midepoch.wrap(source, remember=1)"
                 )
             part.wait_for_others()
-        self.facts = Facts("batch")
+        self.facts = Facts("step")
         self.mode: Mode = options.settings["mode"]
         self.until: Until = options.settings["until"]
         self.steps: int | None = options.settings["steps"]
-        self.weights: list[float] = options.settings["weights"] or [1.0] * len(self.parts)
+        self.weights: list[float] = options.settings["weights"] or [1.0] * len(self.members)
         self.cycles = self.mode == "max_size_cycle" or (
             self.mode == "weighted" and (self.steps is not None or self.until == "cycle")
         )
@@ -74,9 +74,9 @@ class CombinedAdapter(Adapter):
         """`combine` makes this adapter itself."""
         return False
 
-    def twin(self) -> CombinedAdapter:
+    def __copy__(self) -> CombinedAdapter:
         """One with copies of the parts."""
-        loaders = [copy.copy(part.loader) for part in self.parts]
+        loaders = [copy.copy(part.loader) for part in self.members]
         return type(self)(self.packing()(loaders), self.options)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -99,46 +99,34 @@ class CombinedAdapter(Adapter):
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> None:
         """Unknown: the number of steps depends on the world."""
 
-    def units_per_step(self, world: World) -> int:
-        """A step is one step of all ranks."""
-        return 1
-
     def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
         """The steps that are left, if each part knows its own length."""
         self._check_world(world)
-        standings = Standings.read(detail or self.upcoming(epoch), len(self.parts))
+        standings = Standings.read(detail or self.upcoming(epoch), len(self.members))
         if position == 0:
-            ended = [False] * len(self.parts)
+            ended = [False] * len(self.members)
             bases = standings.bases
             if standings.at[0] != epoch:  # parts in the middle of an epoch will leave it
-                bases = [part.epoch + (part.position > 0) for part in self.parts]
-            lefts = [part.length(base) for part, base in zip(self.parts, bases, strict=True)]
+                bases = [part.epoch + (part.position > 0) for part in self.members]
+            lefts = [part.length(base) for part, base in zip(self.members, bases, strict=True)]
         else:
-            ended = [standings.has_ended(number) for number in range(len(self.parts))]
+            ended = [standings.has_ended(number) for number in range(len(self.members))]
             lefts = [
                 part.length(state["epoch"] + 1) if standings.leaving >> number & 1 else part.left_at(state)
-                for number, (part, state) in enumerate(zip(self.parts, standings.states, strict=True))
+                for number, (part, state) in enumerate(zip(self.members, standings.states, strict=True))
             ]
         left = self._steps_left(lefts, ended, seed, epoch, position)
         return None if left is None else Share(position + left, position, 1, World(), "pad", False)
 
     def _check_world(self, world: World) -> None:
-        for part in self.parts:
+        for part in self.members:
             theirs = part.world
             if (theirs.rank, theirs.world_size) != (world.rank, world.world_size):
                 raise MidepochError(
                     f"part {part.name} is rank {theirs.rank} of {theirs.world_size}, but the combination is rank "
                     f"{world.rank} of {world.world_size}: give both the same world, or none"
                 )
-            self._refuse_uneven(part, world)
-
-    @staticmethod
-    def _refuse_uneven(part: Part, world: World) -> None:
-        if world.world_size > 1 and part.tail == "uneven":
-            raise UnsupportedSourceError(
-                f"part {part.name} has tail='uneven', so that ranks may have unequal numbers of batches, and would "
-                "read different parts at one step: wrap it with tail='pad' or 'drop'"
-            )
+            part.refuse_uneven(world)
 
     def _steps_left(
         self, lefts: list[int | None], ended: list[bool], seed: int, epoch: int, position: int
@@ -167,16 +155,18 @@ class CombinedAdapter(Adapter):
         mode = self.mode
         if mode == "weighted":
             mode += f" until {self.until}" if self.steps is None else " for a number of steps"  # type: ignore[assignment]
-        names = ",".join(part.name for part in self.parts) if isinstance(self.source, Mapping) else str(len(self.parts))
+        names = str(len(self.members))
+        if isinstance(self.source, Mapping):
+            names = ",".join(part.name for part in self.members)
         if len(names) > _LARGEST_NAMES:
-            names = f"{len(self.parts)} parts:{zlib.crc32(names.encode()):08x}"
+            names = f"{len(self.members)} parts:{zlib.crc32(names.encode()):08x}"
         return {"mode": mode, "parts": names}
 
     def capabilities(self) -> Capabilities:
         """What every part promises."""
 
         def every(question: str) -> Capability:
-            answers = [(part.name, getattr(part.promises, question)) for part in self.parts]
+            answers = [(part.name, getattr(part.promises, question)) for part in self.members]
             for name, answer in answers:
                 if not answer:
                     return Capability(False, f"part {name}: {answer.reason}")
@@ -186,42 +176,19 @@ class CombinedAdapter(Adapter):
 
         return Capabilities(*map(every, Capabilities.__dataclass_fields__))
 
-    @property
-    def promises(self) -> Capabilities:
-        """As the parts have it now."""
-        return self.capabilities()
-
-    stated_promises = promises
-
-    @property
-    def rank_independent(self) -> bool:
-        """Whether all parts are."""
-        return all(part.loader.is_rank_independent for part in self.parts)
-
-    def check_reshard(self, world: World) -> None:
-        """Of all parts, before the first of them is shared anew."""
-        for part in self.parts:
-            self._refuse_uneven(part, world)
-            part.check_reshard(world)
-
-    def reshard(self, world: World) -> None:
-        """For each part, all of which are elastic if the combination is."""
-        for part in self.parts:
-            part.reshard(world)
-
     # --- states ---
 
-    def parts_in(self, state: State) -> list[tuple[Loader, State]]:
-        """The parts' loaders and states."""
-        detail = unseal_detail(state, self.rank_independent)
+    def parts(self, state: State | None = None) -> list[tuple[Part, State | None]]:
+        """The parts, and their states in that of the combination."""
+        detail = "" if state is None else unseal_detail(state, self.rank_independent)
         if detail and not self.rank_independent:
             (detail,) = parts_in(detail).values()
-        states = Standings.read(detail, len(self.parts)).states if detail else []
-        return [(part.loader, inside) for part, inside in zip(self.parts, states, strict=False)]
+        states: list[Any] = Standings.read(detail, len(self.members)).states if detail else [None] * len(self.members)
+        return list(zip(self.members, states, strict=True))
 
     def upcoming(self, epoch: int) -> str:
         """The detail at the beginning of an epoch. Parts in the middle of an epoch begin their next one."""
-        states = [self._moved_on(part, part.state()) for part in self.parts]
+        states = [self._moved_on(part, part.state()) for part in self.members]
         return Standings.beginning(epoch, states).as_text()
 
     def _moved_on(self, part: Part, state: State, epoch: int | None = None) -> State:
@@ -236,8 +203,8 @@ class CombinedAdapter(Adapter):
         """Check that it is complete and of this place, and that each part accepts its own state."""
         if not detail:
             raise StateCorruptError("the state of a combination lacks those of its parts: use an undamaged state")
-        standings = Standings.read(detail, len(self.parts))
-        for part, state in zip(self.parts, standings.states, strict=True):
+        standings = Standings.read(detail, len(self.members))
+        for part, state in zip(self.members, standings.states, strict=True):
             part.check(state)
 
     def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
@@ -247,9 +214,9 @@ class CombinedAdapter(Adapter):
         epoch, _ = there
         if not here.detail and there == here[:2]:
             return self.upcoming(epoch)
-        standings = Standings.read(here.detail or self.upcoming(here.epoch), len(self.parts))
+        standings = Standings.read(here.detail or self.upcoming(here.epoch), len(self.members))
         states = []
-        for part, base, state in zip(self.parts, standings.bases, standings.states, strict=True):
+        for part, base, state in zip(self.members, standings.bases, standings.states, strict=True):
             if epoch == here.epoch + 1:
                 states.append(self._moved_on(part, state))
             else:
@@ -260,8 +227,8 @@ class CombinedAdapter(Adapter):
 
     def open(self, run: Run) -> Session:
         """Steps from the position on."""
-        standings = Standings.read(run.detail, len(self.parts))
-        mixture = Mixture(self.parts, standings, self.cycles, self.upcoming)
+        standings = Standings.read(run.detail, len(self.members))
+        mixture = Mixture(self.members, standings, self.cycles, self.upcoming)
         if self.mode in ("sequential", "weighted"):
             draws = Draws(run.seed, run.epoch, self.weights) if self.mode == "weighted" else None
             labels = self.keys if self.options.settings["labelled"] else None
@@ -270,5 +237,5 @@ class CombinedAdapter(Adapter):
 
     def close(self) -> None:
         """Close the parts."""
-        for part in self.parts:
+        for part in self.members:
             part.close()

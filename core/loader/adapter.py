@@ -10,7 +10,7 @@ import enum
 import functools
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, final
 
@@ -141,12 +141,13 @@ class Facts:
     """What is fixed about a source, or stated by it.
 
     Attributes:
-        unit: what positions count: samples, or whole batches if these have no constant size.
+        unit: what positions count: samples, or whole batches if these have no constant size; or steps of all ranks.
         batch_size: units in one batch of one rank; 1 if the unit is a batch.
         drop_last: the source leaves out a last batch that is not full.
         tail, seed, world: as the source itself states them (in a DistributedSampler, a generator), or None.
         seed_is_shared: False if each process's source may have drawn a `seed` of its own. With several ranks the user
             must then state one.
+        copies: how many ranks, one after the other, get the same data.
         remembers: a session still knows its detail of earlier batches, as `in_flight` needs.
         reads_any_span: a session follows `Share.span` step by step, whatever spans it gives, as ``global_batch=`` asks.
         departs: what an undisturbed epoch may have in another way than the source by itself, besides drawn numbers:
@@ -155,13 +156,14 @@ class Facts:
             None: it cannot be read by itself.
     """
 
-    unit: Literal["sample", "batch"] = "sample"
+    unit: Literal["sample", "batch", "step"] = "sample"
     batch_size: int = 1
     drop_last: bool = False
     tail: Tail | None = None
     seed: int | None = None
     seed_is_shared: bool = True
     world: World | None = None
+    copies: int = 1
     remembers: bool = True
     reads_any_span: bool = False
     departs: frozenset[str] | None = frozenset({"order"})
@@ -285,26 +287,26 @@ class Adapter(ABC):
         name: appears in states and messages. Never change it once states have it.
         facts: what is fixed about the source, or stated by it. They may change between epochs.
         reach: where a session can be opened without having been led there by reading, or by a state.
-        settings: names of the keywords of `wrap` that only this adapter has; it checks their values itself.
-        redescribed: how often `describe` has begun to give something else.
         around: what passes the source's batches on; None if they are handed out as they are. Set by `wrap`.
+        changes: how often it has learned something.
     """
 
     name: ClassVar[str]
-    settings: ClassVar[frozenset[str]] = frozenset()
     facts: Facts = Facts()
     reach: Reach = Reach.ANYWHERE
+    _changes = 0  # of all adapters: what a combination promises follows from its parts
 
     def __init__(self, source: Any, options: Options) -> None:
         self.source = source
         self.options = options
-        self.redescribed = 0
+        self.changes = 0
         self.around: Around | None = None
         self._broken: tuple[str, bool] | None = None
         self._believed: dict[str, bool] = {}  # why; whether it concerns the order
         self._unseen: tuple[str, ...] = ()
         self._stated: Capabilities | None = None
         self._promises: Capabilities | None = None
+        self._known_at = 0
 
     @classmethod
     @abstractmethod
@@ -335,13 +337,6 @@ class Adapter(ABC):
             return Share(size, start, facts.batch_size, world, self.tail_in_use, facts.drop_last)
         return MicroShare(size, start, facts.batch_size, world, "uneven", facts.drop_last, together)
 
-    def stated_length(self) -> int | None:
-        """Batches of an epoch on this rank as the source itself says, where `size` is unknown; None if it says nothing.
-
-        Nothing is built on it: the epoch ends where the source does.
-        """
-        return None
-
     @final
     @property
     def tail_in_use(self) -> Tail:
@@ -353,17 +348,20 @@ class Adapter(ABC):
             return "uneven"
         return self.options.tail or self.facts.tail or "pad"
 
+    @final
     def units_per_step(self, world: World) -> int:
         """Units by which the position moves when each rank receives a batch: with ``global_batch=``, all of one."""
         if self.options.global_batch is not None:
             return self.options.global_batch
-        return self.facts.batch_size * self.sharing(world).world_size
+        return 1 if self.facts.unit == "step" else self.facts.batch_size * self.sharing(world).world_size
 
+    @final
     def sharing(self, world: World) -> World:
-        """The processes that receive different data: `world`, unless the source gives some ranks the same data."""
-        return world
+        """The processes that receive different data."""
+        copies = self.facts.copies
+        return world if copies == 1 else World(world.rank // copies, world.world_size // copies)
 
-    def twin(self) -> Adapter:
+    def __copy__(self) -> Adapter:
         """Another adapter of the same source, which shares no worker processes with this one."""
         return type(self)(self.source, self.options)
 
@@ -394,14 +392,16 @@ class Adapter(ABC):
         """The objects whose code uses random numbers: a dataset, a collate function, the stages of a pipeline."""
         return ()
 
+    @final
     @property
     def promises(self) -> Capabilities:
         """`capabilities`, less what reading has shown to be wrong and generators that cannot be seeded.
 
         Cached until `learned`.
         """
+        stated = self.stated_promises
         if self._promises is None:
-            promises, then, around = self.stated_promises, self.options.then, self.around
+            promises, then, around = stated, self.options.then, self.around
             if around is not None:
                 promises = around.promises(promises)
             if then is not None:
@@ -431,6 +431,7 @@ class Adapter(ABC):
             self._promises = promises
         return self._promises
 
+    @final
     def note(self, finding: Finding) -> None:
         """Take over what a trial, or reading, has shown of the source, and warn of what breaks a promise."""
         if finding.unseen:
@@ -449,20 +450,24 @@ class Adapter(ABC):
                 )
         self.learned()
 
+    @final
     @property
     def stated_promises(self) -> Capabilities:
         """`capabilities`, cached until `learned`."""
-        if self._stated is None:
+        if self._stated is None or self._known_at != Adapter._changes:
+            self._known_at, self._promises = Adapter._changes, None
             self._stated = self.capabilities()
         return self._stated
 
+    @final
     def learned(self) -> None:
-        """Call it when a fact that `capabilities` depends on has changed or become known."""
-        self._stated = self._promises = None
+        """Call it when a fact that `capabilities` or `describe` depends on has changed or become known."""
+        self.changes += 1
+        Adapter._changes += 1
 
-    def parts_in(self, state: State) -> Iterable[tuple[Any, State]]:
-        """For a combination, the loader of each part and its state, in a checked state of any rank."""
-        return ()
+    def parts(self, state: State | None = None) -> list[tuple[Any, State | None]]:
+        """For a combination, the `Part` of each loader, and its state in a `state` of any rank, which is checked."""
+        return []
 
     @final
     @property
@@ -470,6 +475,7 @@ class Adapter(ABC):
         """Whether a state may be loaded on another world size."""
         return self.stated_promises.elastic_world.holds
 
+    @final
     @property
     def rank_independent(self) -> bool:
         """Whether the state is the same on every rank. If not, each rank's `detail` is its own part."""
@@ -485,16 +491,11 @@ class Adapter(ABC):
     def open(self, run: Run) -> Session:
         """A session whose first batch is the one at ``run.position``. Expensive work waits for its first `take`."""
 
+    @final
     def session(self, run: Run) -> Session:
         """The same, of what is around the source, if anything is."""
         session = self.open(run)
         return session if self.around is None else self.around.session(session, run, self)
-
-    def check_reshard(self, world: World) -> None:  # noqa: B027  # most are shared by midepoch
-        """Raise an UnsupportedSourceError if the source, which is elastic, has to be made again for another world."""
-
-    def reshard(self, world: World) -> None:  # noqa: B027  # nothing to do for most
-        """Tell the loaders inside that the rest of the epoch is shared by another world. No session is open."""
 
     def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """The detail of a place that no session has reached: after a `seek` or a ``break``, or in a later epoch.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import pkgutil
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any, Literal, NoReturn, Self
 
 from ..backends import COUNTING_TRAINERS
 from ..errors import MidepochError, StateError, UnsupportedSourceError, warn
+from ..sharding import length_of
 from ..state.format import State
 from ..world import MicroShare, Share, World
 from .adapter import Adapter, Options, Reach
@@ -83,8 +85,8 @@ class Loader:
     def witnesses_in(self, state: State) -> dict[str, str]:
         """The witnesses in a state of any rank, by the part of a combination: "1.0" is the first of the second part."""
         found = {"": state["witness"]} if state["witness"] else {}
-        for number, (part, inside) in enumerate(self._adapter.parts_in(state)):
-            for name, witness in part.witnesses_in(inside).items():
+        for number, (part, inside) in enumerate(self._adapter.parts(state)):
+            for name, witness in ({} if inside is None else part.loader.witnesses_in(inside)).items():
                 found[f"{number}.{name}" if name else str(number)] = witness
         return found
 
@@ -101,7 +103,7 @@ class Loader:
     @property
     def unit(self) -> Literal["sample", "batch"]:
         """What positions count."""
-        return self._adapter.facts.unit
+        return "sample" if self._adapter.facts.unit == "sample" else "batch"
 
     @property
     def global_batch(self) -> int | None:
@@ -184,7 +186,8 @@ class Loader:
         share = self._progress.share(self._context.world(), self.epoch, 0)
         if share is not None:
             return share.steps
-        length = self._adapter.stated_length()
+        # As the source itself says. Nothing is built on it: the epoch ends where the source does.
+        length = None if self._adapter.parts() else length_of(self._adapter.source)
         if length is None:
             raise self._no_length("iterate it to its end")
         return length
@@ -393,7 +396,8 @@ class Loader:
             )
         self._progress.here()  # raises if it is not known
         self._progress.suspend()
-        self._adapter.reshard(world)
+        for part, _ in self._adapter.parts():
+            part.reshard(world)
         self._context.resharded, self._context.last = world, None
         if (latest := self._progress.latest()) is not None:
             latest.resharded = True
@@ -417,7 +421,9 @@ class Loader:
                 f"the source's sampler is for rank {by_source.rank} of {by_source.world_size}: make it for one "
                 "process (num_replicas=1, rank=0), and let midepoch shard"
             )
-        adapter.check_reshard(world)
+        for part, _ in adapter.parts():
+            part.check_reshard(world)
+        adapter.size(self._context.seed(world), self.epoch, world)  # some sources are made for one world
 
     def commit(self) -> None:
         """Declare that the batches handed out so far were trained on. From now on, states say what is committed.
@@ -489,7 +495,7 @@ class Loader:
 
     def __copy__(self) -> Self:
         # With an adapter of its own, because worker processes cannot be shared.
-        adapter = self._adapter.twin()
+        adapter = copy.copy(self._adapter)
         adapter.around = self._adapter.around
         twin = type(self)(adapter, self._options)
         twin._ahead = self._ahead

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..errors import StateError
+from ..errors import StateError, UnsupportedSourceError
 from ..state.format import State
 from ..world import Share, Tail, World
 from .adapter import Reach, Samples
@@ -90,7 +90,16 @@ class Part:
 
     def check_reshard(self, world: World) -> None:
         """Raise an UnsupportedSourceError if the loader cannot be shared by another world while it is read."""
+        self.refuse_uneven(world)
         self.loader._check_reshard(world)
+
+    def refuse_uneven(self, world: World) -> None:
+        """Raise an UnsupportedSourceError if the ranks could read different parts at one step."""
+        if world.world_size > 1 and self.tail == "uneven":
+            raise UnsupportedSourceError(
+                f"part {self.name} has tail='uneven', so that ranks may have unequal numbers of batches, and would "
+                "read different parts at one step: wrap it with tail='pad' or 'drop'"
+            )
 
     def reshard(self, world: World) -> None:
         """As `Loader.reshard`. A pending batch is read again, and one that could not be read is tried again."""

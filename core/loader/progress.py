@@ -648,10 +648,14 @@ class Progress:
         self._unknown_length_ended(reading, resumed)
         if resumed and self.body is not None:
             self._log_empty()
-        elif resumed and not this.resharded and (run.tail != "uneven" or run.world.world_size == 1):
+        elif resumed and not this.resharded and not self._others_may_go_on(run):
             return True
         self._end(this)
         return False
+
+    def _others_may_go_on(self, run: Run) -> bool:
+        """Whether another rank may have batches left where this one has none."""
+        return run.world.world_size > 1 and run.tail == "uneven" and not self.context.adapter.rank_independent
 
     def _unknown_length_ended(self, reading: Reading, resumed: bool) -> None:
         """Be at the next epoch's beginning; in a body, right before it. `resumed`: nothing was left of this one."""

@@ -62,7 +62,7 @@ class States:
         adapter, stated = self._context.adapter, self._context.options.fingerprint
         described = adapter.describe() | ({} if stated is None else {"fingerprint": stated})
         self._fingerprint = json.dumps(described, separators=(",", ":"), sort_keys=True)
-        self._described = adapter.redescribed
+        self._described_at = adapter.changes
 
     # --- building and checking ---
 
@@ -74,7 +74,7 @@ class States:
             detail = adapter.detail_at(begins, begins[:2], seed, world)
         if not place.at_end:
             adapter.expect(seed, place.epoch)
-        if adapter.redescribed != self._described:
+        if adapter.changes != self._described_at:
             self._describe()
         own, size = not adapter.rank_independent, place.position if place.at_end else None
         if not (place.at_end or (own and world.world_size > 1)):  # ranks with parts of their own may have other sizes
@@ -111,7 +111,7 @@ class States:
         if inside and adapter.rank_independent and not adapter.elastic and checked["world_size"] != world.world_size:
             adapter.refuse_world(checked["world_size"], world)
         adapter.refresh()
-        if adapter.redescribed != self._described:
+        if adapter.changes != self._described_at:
             self._describe()
         states.compare_fingerprints(checked["fingerprint"], self._fingerprint)
         self._warn_of_package(checked["fingerprint"])

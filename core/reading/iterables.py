@@ -125,7 +125,6 @@ class IterableAdapter(Adapter):
             self.learned()
         if self._may_drive and _held_by(exposed_samplers(self._stream)) != self._held:
             self._interpret()
-            self.redescribed += 1
             self.learned()
 
     def _adopt(self, spec: SamplerSpec) -> None:
@@ -197,10 +196,6 @@ class IterableAdapter(Adapter):
         driven = self._driven
         if driven is not None and driven.lists and self._drive(driven, seed) is not None:
             driven.crc(seed, epoch)
-
-    def stated_length(self) -> int | None:
-        """As the source says that divides itself, or whose samplers do not tell."""
-        return length_of(self.source) if self._own_streams or self._varies else None
 
     def describe(self) -> dict[str, str]:
         """The samplers' orders, or whose stream it is."""

@@ -210,10 +210,6 @@ class WorkerStateAdapter(Adapter):
         """Unknown: the workers may divide the data as they like."""
         return None
 
-    def stated_length(self) -> int | None:
-        """As torch's DataLoader says, which does not divide it by the number of workers."""
-        return length_of(self.source)
-
     def describe(self) -> dict[str, str]:
         """The kind of dataset, and what its batches are made of."""
         kind, dataset = type(self.source.dataset), self.source.dataset
