@@ -9,8 +9,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import queue
-import random
 import shutil
 import signal
 import struct
@@ -344,17 +342,6 @@ def test_random_augment_fits_the_state(root: str) -> None:
     assert [content(batch) for batch in iterator] == [content(batch) for batch in loader_after(make(), state)]
 
 
-def test_in_flight_goes_back_as_far_as_batches_were_taken(root: str) -> None:
-    loader = native(root=root, batch_size=1)
-    states = [loader.state_dict()]
-    for _, _ in zip(range(12), loader, strict=False):
-        states.append(loader.state_dict())
-    for held in range(13):
-        assert loader.state_dict(in_flight=held) == states[12 - held]
-    with pytest.raises(StateError, match="only 12 batches"):
-        loader.state_dict(in_flight=13)
-
-
 def test_epochs_go_on_in_the_same_pipeline(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from midepoch.adapters.dali import graph
     from midepoch.adapters.dali import native as module
@@ -425,26 +412,18 @@ def test_a_factory_is_called_for_each_resume_and_its_iterator_is_not_run_before(
 
 
 def test_a_folder_is_told_by_all_names_in_it(root: str, tmp_path: Path) -> None:
-    """As by a plain walk, of which states of earlier versions hold the checksum."""
     from midepoch.adapters.dali import graph
 
-    for name in ("a/x.jpg", "a/b/z.jpg", "a/b.jpg", "a.jpg", "b/.hidden", "\udcff/1.jpg", "é.jpg"):
+    for name in ("a/x.jpg", "a/b/z.jpg", "b/.hidden", "\udcff/1.jpg"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(sources.images(root, 1)[0], tmp_path / name)
-    (tmp_path / "empty").mkdir()
+        (tmp_path / name).touch()
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    (tmp_path / "z").symlink_to("nowhere")
-
-    def walk(folder: Path) -> Iterator[bytes]:
-        for path in sorted(folder.iterdir(), key=lambda path: path.name.encode("utf-8", "surrogateescape")):
-            name = path.name.encode("utf-8", "surrogateescape")
-            yield name + b"\n"
-            if path.is_dir():
-                yield from (name + b"/" + line for line in walk(path))
-
-    lines = list(walk(tmp_path))
-    assert b"".join(graph._content(tmp_path)) == tmp_path.name.encode() + b"".join(lines)
-    assert len(lines) == 18
+    told = b"".join(graph._content(tmp_path))
+    for name in ("a/b/z.jpg", "\udcff/1.jpg"):
+        (tmp_path / name).rename(tmp_path / f"{name}g")
+        assert b"".join(graph._content(tmp_path)) != told
+        (tmp_path / f"{name}g").rename(tmp_path / name)
+        assert b"".join(graph._content(tmp_path)) == told
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -579,32 +558,28 @@ def test_what_a_state_does_not_depend_on(root: str, saved: dict[str, Any]) -> No
         assert ids(loader_after(native(root=root, pipeline=settings, read_ahead=True), saved)) == rest
 
 
-def test_other_shards_of_the_same_length_are_refused(root: str) -> None:
-    def make(shards: int) -> Any:
-        pipeline = sources.native_pipeline(
-            root, 18, "file", (0, shards), {"pad_last_batch": True}, batch_size=10, seed=1
-        )
-        return midepoch.wrap(DALIGenericIterator([pipeline], ["label", "data", "random"], reader_name="Reader"))
-
-    loader = make(2)
-    list(loader)
-    with pytest.raises(StateMismatchError, match="num_shards differs: the state was saved with 2, this reader has 3"):
-        make(3).load_state_dict(loader.state_dict())
-
-
+@pytest.mark.parametrize(
+    ("saved", "here", "told"),
+    [
+        ((0, 2), (1, 2), "shard_id differs: the state was saved with 0, this reader has 1"),
+        ((0, 2), (0, 3), "num_shards differs: the state was saved with 2, this reader has 3"),
+    ],
+)
 @pytest.mark.parametrize("shard", [None, False])
-def test_another_shard_is_refused(root: str, shard: bool | None) -> None:
-    def make(number: int) -> Any:
-        pipeline = sources.native_pipeline(root, 18, "file", (number, 2), {"random_shuffle": True}, batch_size=3)
+def test_another_shard_of_the_same_length_is_refused(
+    root: str, saved: tuple[int, int], here: tuple[int, int], told: str, shard: bool | None
+) -> None:
+    def make(shards: tuple[int, int]) -> Any:
+        pipeline = sources.native_pipeline(root, 18, "file", shards, {"pad_last_batch": True}, batch_size=10, seed=1)
         made = DALIGenericIterator([pipeline], ["label", "data", "random"], reader_name="Reader")
-        return midepoch.wrap(made, seed=1, shard=shard)
+        return midepoch.wrap(made, shard=shard)
 
-    loader = make(0)
+    loader = make(saved)
     next(iter(loader))
     state = loader.state_dict()
-    make(0).load_state_dict(state)
-    with pytest.raises(StateMismatchError, match="shard_id differs: the state was saved with 0, this reader has 1"):
-        make(1).load_state_dict(state)
+    make(saved).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match=told):
+        make(here).load_state_dict(state)
 
 
 def test_another_list_of_files_of_the_same_length(root: str, tmp_path: Path) -> None:
@@ -634,91 +609,6 @@ def test_a_state_of_one_mode_is_refused_by_the_other(root: str, saved: dict[str,
         sampled(root=root).load_state_dict(saved)
     with pytest.raises(StateMismatchError, match=r"the adapter differs: .*'dali-sampled'.*'dali'"):
         native(root=root).load_state_dict(sampled(root=root).state_dict())
-
-
-def mutated(state: dict[str, Any], generator: random.Random) -> dict[str, Any]:
-    """One field changed: bits, characters, cut off, swapped, another number."""
-    state = dict(state)
-    name = generator.choice(["detail"] * 6 * bool(state["detail"]) + sorted(state))
-    value = state[name]
-    if isinstance(value, str):
-        characters = list(value)
-        for _ in range(generator.randint(1, 4)):
-            place = generator.randrange(max(1, len(characters)))
-            how = generator.randrange(4)
-            if how == 0 and characters:
-                characters[place] = chr(ord(characters[place]) ^ 1 << generator.randrange(7))
-            elif how == 1:
-                characters.insert(place, generator.choice("09azAZ+/={}\"\\\0é"))
-            elif how == 2:
-                del characters[place : place + generator.randint(1, 50)]
-            else:
-                characters = characters[: generator.randrange(len(characters) + 1)]
-        state[name] = "".join(characters)
-    elif isinstance(value, int):
-        state[name] = generator.choice([value + 1, value - 1, value * 2, 0, 1, 6, 10**6, 2**40, value ^ 1 << 3])
-    return state
-
-
-def load_mutations(kind: str, root: str, count: int, report: Any) -> None:
-    """In a process of its own: each mutation is refused, or harmless; half of them are resealed."""
-    make: Callable[..., Any] = native if kind == "native" else sampled
-    loader = make(root=root)
-    whole = [ids(loader) for _ in range(2)]
-    loader = make(root=root)
-    ids(loader, 2)
-    state = loader.state_dict()
-    generator = random.Random(1)
-    outcomes = {"refused": 0, "harmless": 0}
-    target = make(root=root)
-    for number in range(count):
-        report.put(("begins", number))
-        broken = mutated(state, generator)
-        if number % 2:
-            broken = midepoch.reseal(broken)
-        # A loader that refused a state is as it was; one that loaded a state of midepoch's order can load another.
-        target = target if number % 50 else make(root=root)
-        try:
-            target.load_state_dict(broken)
-        except StateError:
-            outcomes["refused"] += 1
-            continue
-        epoch, position = broken["epoch"], broken["position"]
-        if kind == "native":
-            # Whatever it says, it goes on where it was saved.
-            assert (epoch, position) == (0, 2), broken
-            assert ids(target) == whole[0][2:], broken
-            target = make(root=root)
-        elif broken["seed"] == state["seed"] and epoch < 2 and number % 3 == 0:
-            # Of a position that was edited and resealed, nothing else is known: it goes on from there.
-            flat = [label for batch in whole[epoch] for label in batch]
-            assert [label for batch in ids(target) for label in batch] == flat[position:], broken
-        outcomes["harmless"] += 1
-    report.put(("done", outcomes))
-
-
-@pytest.mark.long  # test_fuzz mutates states of both kinds, 150 times each
-@pytest.mark.parametrize("kind", ["native", "sampled"])
-def test_mutated_states_never_hang_crash_or_go_on_with_other_data(root: str, kind: str) -> None:
-    count = 2000
-    context = multiprocessing.get_context("spawn")
-    report = context.Queue()
-    process = context.Process(target=load_mutations, args=(kind, root, count, report), daemon=True)
-    process.start()
-    number = -1
-    while True:
-        try:
-            what, value = report.get(timeout=300)
-        except queue.Empty:
-            process.kill()
-            pytest.fail(f"mutation {number} {'hung' if process.is_alive() else 'ended the process'}")
-        if what == "done":
-            break
-        number = value
-    process.join(120)
-    assert process.exitcode == 0
-    assert sum(value.values()) == count
-    assert value["refused"] > count * 0.5
 
 
 # --- bad data --------------------------------------------------------------------------------------------------------
@@ -1209,25 +1099,6 @@ def test_windows_are_chosen_for_what_a_reader_gave_alone(root: str) -> None:
     for given in (label, changed, lambda: dali.readers.numpy(f"{root}/npy"), lambda: fn.constant(idata=[1])):
         with pytest.raises(Unsupported, match=r"crop_window knows the sizes .*pass it"):
             pipeline(given)
-
-
-def test_crop_windows_lie_in_the_image_and_have_their_area(root: str) -> None:
-    @pipeline_def(batch_size=40, num_threads=1, device_id=None)
-    def pipeline() -> Any:
-        encoded, label = dali.readers.file(f"{root}/jpeg")
-        return *dali.random.crop_window(encoded, (0.2, 0.6), (0.5, 2.0)), fn.peek_image_shape(encoded), label
-
-    loader = midepoch.wrap(DALIGenericIterator([pipeline()], ["anchor", "shape", "size", "label"]), seed=1)
-    for _ in range(4):
-        (batch,) = next(iter(loader))
-        anchor, shape, size = (batch[name].double() for name in ("anchor", "shape", "size"))
-        assert (anchor >= 0).all() and (anchor + shape <= 1 + 1e-6).all() and (shape > 0).all()
-        inside = (shape < 1).all(1)
-        area, ratio = shape.prod(1)[inside], (shape[:, 1] * size[:, 1] / (shape[:, 0] * size[:, 0]))[inside]
-        assert inside.sum() > 20
-        assert (area > 0.2 - 1e-5).all() and (area < 0.6 + 1e-5).all()
-        assert (ratio > 0.5 - 1e-5).all() and (ratio < 2.0 + 1e-5).all()
-        assert anchor.std() > 0.05
 
 
 def test_crop_windows_are_distributed_as_dalis(root: str) -> None:

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,7 +35,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import midepoch
 from midepoch import StateError, StateMismatchError, wrap
 from midepoch.loader.loader import Loader
-from midepoch.testing import ResumableTests, check_resumable
+from midepoch.testing import ResumableTests, check_resumable, digest
 from midepoch.testing.pool import shared_pool
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
@@ -62,36 +62,28 @@ def taken(loader: Loader, count: int | None = None) -> list[list[int]]:
     return [own.identify(batch) for batch in itertools.islice(iter(loader), count)]
 
 
-@pytest.mark.parametrize("name", own.WRAPPED)
-def test_every_place_of_two_epochs_is_gone_on_from(name: str) -> None:
-    make = made(name)
-    loader = make()
-    states, epochs = [loader.state_dict()], []
-    for _ in range(3):
-        epoch = []
-        for batch in loader:
-            epoch.append(own.identify(batch))
-            states.append(loader.state_dict())
-        epochs.append(epoch)
-    loader.close()
-    assert all(sorted(sources.flat(epoch)) == list(range(own.SIZE)) for epoch in epochs)
-    whole = sources.flat(epochs)
-    for cut in range(2 * len(epochs[0]) + 1):
+def wrapped(make: Callable[[], Any]) -> Loader:
+    source = make()
+    return source if isinstance(source, Loader) else wrap(source, seed=1)
+
+
+def every_place(make: Callable[[], Any], cuts: Iterable[int] = (), epochs: int = 2) -> tuple[list[str], Any]:
+    """What so many epochs give, and what is promised. New loaders have continued at each place, or at these."""
+    with wrapped(make) as loader:
+        given, states = [], [loader.state_dict()]
+        for _ in range(epochs):
+            for batch in loader:
+                given.append(digest(batch))
+                states.append(loader.state_dict())
+            states[-1] = loader.state_dict()  # of the next epoch, where the length is unknown
+        promised = loader.capabilities
+    for cut in cuts or range(len(given)):
         torch.manual_seed(1000 + cut), random.seed(cut), np.random.seed(cut)
-        fresh = make()
-        fresh.load_state_dict(json.loads(json.dumps(states[cut])))
-        rest = taken(fresh) + taken(fresh)
-        compared = min(len(rest), len(whole) - cut)
-        assert compared >= 5
-        assert rest[:compared] == whole[cut : cut + compared], f"cut at {cut}"
-        fresh.close()
-    live = make()
-    taken(live)
-    for cut in (3, 0, 7, 2, 5, 1, 6, 0):
-        live.load_state_dict(states[cut])
-        rest = taken(live) + taken(live)
-        compared = min(len(rest), len(whole) - cut)
-        assert rest[:compared] == whole[cut : cut + compared], f"live, cut at {cut}"
+        with wrapped(make) as resumed:
+            resumed.load_state_dict(json.loads(json.dumps(states[cut])))
+            rest = (batch for _ in range(epochs + 1) for batch in resumed)
+            assert list(map(digest, itertools.islice(rest, len(given) - cut))) == given[cut:], f"cut at {cut}"
+    return given, promised
 
 
 @pytest.mark.parametrize("name", own.WRAPPED)
@@ -123,68 +115,12 @@ def test_capabilities_are_told_truthfully(name: str) -> None:
     assert " ".join("yes" if answer else "no" for answer in vars(told).values()) == TOLD[name], str(told)
 
 
-def test_torchdata_s_augmentations_are_exact_in_this_process_and_not_promised_in_workers() -> None:
-    def make(num_workers: int = 0) -> Loader:
-        source = StatefulDataLoader(sources.Noisy(14), 3, shuffle=True, num_workers=num_workers)
-        return wrap(source, seed=5)
-
-    whole = sources.taken(make())
-    for cut in range(5):
-        state = sources.heads(make, cut)[1]
-        torch.manual_seed(cut), random.seed(cut), np.random.seed(cut)
-        assert sources.resumed(make, state) == whole[cut:]
-    assert not make(2).capabilities.exact_augmentations
-    assert "num_workers" in _refusal(make(2), sources.heads(make, 2)[1])
-
-
 def test_a_rollback_in_workers_is_judged_by_samples_where_their_numbers_are_not_promised() -> None:
     report = check_resumable(
         own.wrapped_torchdata, laws=("rollback",), world_sizes=(1,), cuts=(2,), epochs=1, identify=own.identify,
         elastic_content=False,
     )  # fmt: skip
     assert [verdict.status for verdict in report.verdicts if verdict.law == "rollback"] == ["holds"]
-
-
-def _refusal(loader: Loader, state: dict[str, Any]) -> str:
-    with pytest.raises(StateError) as raised:
-        loader.load_state_dict(state)
-    return str(raised.value)
-
-
-def test_hugging_face_rows_go_on_on_any_number_of_ranks_and_workers() -> None:
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed (pip install midepoch[datasets])")
-    rows = datasets.Dataset.from_dict({"number": list(range(24))}).with_format("torch")
-
-    def make(rank: int, world_size: int, num_workers: int = 0) -> Loader:
-        loader = DataLoader(rows, batch_size=2, shuffle=True, num_workers=num_workers)
-        return wrap(loader, seed=1, world=midepoch.World(rank, world_size))
-
-    assert all(vars(make(0, 1).capabilities).values())
-    two = [make(rank, 2) for rank in range(2)]
-    head = [taken(loader, 3) for loader in two]
-    state = two[1].state_dict()
-    rest = []
-    for rank in range(3):
-        loader = make(rank, 3, num_workers=rank)
-        loader.load_state_dict(state)
-        rest.append(taken(loader))
-        loader.close()
-    assert Counter(sources.flat(sources.flat(head + rest))) == Counter(range(24))
-
-
-def test_an_iterable_of_hugging_face_is_told_of_the_epoch() -> None:
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed (pip install midepoch[datasets])")
-
-    def make() -> Loader:
-        rows = datasets.Dataset.from_dict({"number": list(range(24))}).to_iterable_dataset(num_shards=6)
-        return wrap(rows.shuffle(seed=2, buffer_size=4))
-
-    loader = make()
-    epochs = [taken(loader) for _ in range(3)]
-    assert epochs[0] != epochs[1] != epochs[2]
-    fresh = make()
-    fresh.set_epoch(2)
-    assert taken(fresh) == epochs[2]
 
 
 # --- what is said to write instead ---
@@ -275,62 +211,28 @@ def test_what_is_said_to_write_instead_is_exact(name: str) -> None:
 # --- tried, not believed ---
 
 
-def saving(name: str, batches: int) -> tuple[list[str], list[dict[str, Any]], int | None, Loader]:
-    """The batches of a fresh loader, the states before each, and after how many of them it was told."""
-    told = None
-    given: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        loader = wrap((own.EXACT | own.TOLD)[name](), seed=own.SEED)
-        states = [loader.state_dict()]
-        while len(given) < batches:
-            for batch in loader:
-                given.append(repr(batch))
-                states.append(loader.state_dict())
-                if told is None and any(issubclass(each.category, midepoch.MidepochWarning) for each in caught):
-                    told = len(given)
-                if len(given) == batches:
-                    break
-    return given, states, told, loader
-
-
-@pytest.fixture(scope="module")
-def resumes() -> Iterator[dict[str, Any]]:
-    """For each source: what was given, told and promised; and what another process gives from each state on."""
-    found, calls = {}, []
-    for name in own.EXACT | own.TOLD:
-        slow = any(each in name for each in ("rows", "prefetched", "thread"))  # threads are started for each state
-        given, states, told, loader = saving(name, 11 if slow else 30)
-        found[name] = given, told, loader.capabilities
-        loader.close()
-        calls.append((name, states[:-1], len(given)))
-    rest = sources.in_processes(continued_all, (calls,))[0]
-    yield {name: (*found[name], rest[name]) for name in found}
-
-
-def continued_all(calls: list[Any]) -> dict[str, Any]:
-    return {name: own.continued(name, states, count) for name, states, count in calls}
-
-
-@pytest.mark.parametrize("name", own.EXACT)
-def test_a_source_whose_state_is_right_is_tried_and_resumes_exactly(name: str, resumes: dict[str, Any]) -> None:
-    given, told, promised, rest = resumes[name]
-    assert told is None
-    assert promised.exact_order and promised.exact_order.believed == name.startswith("torchdata.nodes")
-    expected = "cannot be pickled|depend on the global generators" if "nodes" in name else "no other place is tried$"
-    assert re.search(expected, promised.exact_order.reason)
-    for cut, after in enumerate(rest):
-        assert after[: len(given) - cut] == given[cut:], f"cut at {cut}"
-
-
 @pytest.mark.parametrize("name", own.TOLD)
-def test_a_source_whose_state_is_wrong_is_told_before_a_resume_is(name: str, resumes: dict[str, Any]) -> None:
-    given, told, promised, rest = resumes[name]
-    wrong = [cut for cut, after in enumerate(rest) if after[: len(given) - cut] != given[cut:]]
-    assert wrong and told is not None
-    assert told <= max(wrong[0], 1), "before reading begins, nothing is known"
+def test_a_source_whose_state_is_wrong_is_told_before_a_resume_is(name: str) -> None:
+    loader = wrap(own.TOLD[name](), seed=own.SEED)
+    batches = iter(loader)
+    next(batches)
+    with pytest.warns(midepoch.MidepochWarning, match="does not restore its (order|random numbers)"):
+        state = loader.state_dict()
+    promised, rest = loader.capabilities, list(map(digest, batches))
     assert not promised.exact_augmentations
     assert "draw" in name or "generator" in name or not promised.exact_order
+    resumed = wrap(own.TOLD[name](), seed=own.SEED)
+    resumed.load_state_dict(state)
+    random.seed(1)
+    assert list(map(digest, resumed)) != rest
+
+
+def test_the_numbers_of_a_stateful_dataloader_s_workers_are_not_promised() -> None:
+    make = functools.partial(own.wrapped_torchdata, 2)
+    with make() as loader:
+        assert not loader.capabilities.exact_augmentations
+    with make() as loader, pytest.raises(StateError, match="num_workers"):
+        loader.load_state_dict(sources.heads(own.wrapped_torchdata, 2)[1])
 
 
 @pytest.mark.parametrize("name", own.FOUND_BY_CHECK)
@@ -344,21 +246,6 @@ def test_what_the_trial_of_a_job_does_not_see_is_found_by_the_laws(name: str) ->
         functools.partial(own.wrapped_by_name, name), quick=True, laws=("tail", "next epoch"), raise_on_failure=False
     )
     assert not report.holds and any(verdict.status == "failed" for verdict in report.verdicts), str(report)
-
-
-@pytest.mark.parametrize("name", own.WRAPPED)
-def test_nothing_is_told_of_what_goes_on_exactly(name: str) -> None:
-    make = made(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", midepoch.MidepochWarning)
-        loader = make()
-        for _ in range(3):
-            for _batch in loader:
-                loader.state_dict()
-    order = loader.capabilities.exact_order
-    # A Hugging Face dataset that is replayed reads in a thread.
-    assert not order.believed or "threads were started" in order.reason or name == "Grain DataLoader"
-    loader.close()
 
 
 class Watched(own.Stream):
@@ -414,33 +301,8 @@ def test_nothing_is_tried_where_that_was_said(options: dict[str, Any]) -> None:
     assert loader.capabilities.exact_order.believed
 
 
-def test_a_resumed_epoch_is_not_tried_but_the_next_one_is() -> None:
-    loader = wrap(Watched())
-    loader.load_state_dict({**wrap_state(Watched, 3)})
-    assert len(list(loader)) == own.SIZE - 3
-    assert loader.capabilities.exact_order.believed
-    assert len(list(loader)) == own.SIZE
-    assert not loader.capabilities.exact_order.believed
-
-
 def wrap_state(make: Callable[[], Any], batches: int) -> dict[str, Any]:
     return sources.heads(lambda: wrap(make()), batches)[1]
-
-
-def test_a_resumed_source_goes_back_to_its_very_beginning_or_refuses_it() -> None:
-    for make in (own.Stream, own.nodes):
-        loader = wrap(make())
-        beginning = loader.state_dict()
-        whole = taken(loader)
-        fresh = wrap(make())
-        fresh.load_state_dict(wrap_state(make, 4))
-        assert taken(fresh) == whole[4:]
-        fresh.load_state_dict(beginning)
-        if make is own.Stream:
-            assert taken(fresh) == whole
-            continue
-        with pytest.raises(StateError, match=r"Loader has no state for its very beginning.* has not been read"):
-            taken(fresh)
 
 
 class Fails(own.Stream):
@@ -526,25 +388,6 @@ def test_a_batch_read_behind_a_save_is_given_next_and_peeked_at() -> None:
         assert taken(loader) == whole[place:]
 
 
-def test_a_source_that_cannot_say_its_state_is_read_all_the_same() -> None:
-    loader = wrap(Fails(-1, states=False))
-    batches = iter(loader)
-    next(batches)
-    with pytest.raises(RuntimeError, match="no state today"):
-        loader.state_dict()
-    assert len(list(batches)) == own.SIZE - 1
-    assert loader.capabilities.exact_order.believed
-
-
-def test_in_flight_is_refused_as_before_and_tries_nothing() -> None:
-    source = Watched()
-    loader = wrap(source)
-    batches = iter(loader)
-    next(batches)
-    with pytest.raises(StateError, match="in flight"):
-        next(batches), next(batches), loader.state_dict(in_flight=1)
-
-
 def test_a_state_of_a_combination_is_told_of_its_parts_too(tmp_path: Path) -> None:
     loader = midepoch.combine([wrap(own.StartsOver(), remember=1), wrap(own.Stream(), remember=1)])
     next(iter(loader))
@@ -569,10 +412,6 @@ class Drawing(IterableDataset[Any]):
             yield number + torch.rand(())
 
 
-def drawing() -> Loader:
-    return wrap(StatefulDataLoader(Drawing(), 4), seed=0)
-
-
 class Walking(Drawing):
     """Keeps its place, and says it."""
 
@@ -590,35 +429,6 @@ class Walking(Drawing):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.place = state["place"]
-
-
-def walking() -> Loader:
-    return wrap(StatefulDataLoader(Walking(), 4), seed=0)
-
-
-def nodes() -> Loader:
-    import torchdata.nodes
-
-    batches = torchdata.nodes.Batcher(torchdata.nodes.IterableWrapper(range(20)), 4)
-    return wrap(torchdata.nodes.Loader(batches), seed=0)
-
-
-@pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
-@pytest.mark.parametrize("make", [drawing, walking, nodes])
-def test_a_pass_that_was_read_to_its_end_is_followed_by_the_next_epoch(make: Callable[[], Loader]) -> None:
-    whole = make()
-    epochs = [sources.taken(whole) for _ in range(4)]
-    for passes in (1, 2):
-        ended = make()
-        for _ in range(passes):
-            list(ended)
-        resumed = make()
-        resumed.load_state_dict(ended.state_dict())
-        assert sources.taken(resumed, 1) == epochs[passes][:1]
-        again = make()
-        again.load_state_dict(resumed.state_dict())  # a source may say the state of the end for good
-        assert sources.taken(again) == epochs[passes][1:]
-        assert sources.taken(again) == epochs[passes + 1]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -648,53 +458,38 @@ class Holding(own.Stream):
         self.held = held
 
 
-@pytest.mark.parametrize(
-    ("held", "why"),
-    [
-        (threading.Lock(), "cannot be pickled"),
-        (np.zeros(9 << 20), "more than 64 MB"),
-        (lambda: 0, "cannot be pickled"),
-    ],
-)
-def test_what_cannot_be_copied_is_believed_and_says_why(held: Any, why: str) -> None:
-    loader = wrap(Holding(held))
-    assert len(list(loader)) == own.SIZE
-    answer = loader.capabilities.exact_order
-    assert answer.holds and answer.believed and why in answer.reason
-
-
-def test_a_source_with_worker_processes_is_believed() -> None:
-    answer = wrap(own.torchdata(2)).capabilities.exact_order
-    assert answer.holds and answer.believed and "worker processes" in answer.reason
-
-
-@pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
-def test_shuffled_rows_in_worker_processes_are_read_again_and_go_on_exactly() -> None:
-    pytest.importorskip("datasets", reason="datasets is not installed (pip install midepoch[datasets])")
-
-    def make() -> Loader:
-        return wrap(own.rows_inside(buffer=True, num_workers=2), seed=1)
-
-    with make() as loader:
-        epochs = [taken(loader) for _ in range(2)]
-        assert epochs[0] != epochs[1] and all(sorted(sources.flat(each)) == list(range(own.SIZE)) for each in epochs)
-        taken(loader, 2)
-        states = [loader.state_dict()]
-        loader.seek(epoch=1)
-        taken(loader, 3)
-        states.append(loader.state_dict())
-        reason = loader.capabilities.constant_time_resume.reason
-    assert "read again from the epoch's start" in reason
-    with make() as resumed:
-        resumed.load_state_dict(states[1])
-        assert taken(resumed) == epochs[1][3:]
-
-
 class DrawsFromAll(own.Stream):
     generator = random.Random(4)  # of the class, which copies share
 
     def value(self, number: int) -> Any:
         return random.random(), np.random.random(), self.generator.random(), float(torch.rand(()))
+
+
+BELIEVED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: Holding(threading.Lock()), "cannot be pickled"),
+    (lambda: Holding(np.zeros(9 << 20)), "more than 64 MB"),
+    (lambda: Holding(lambda: 0), "cannot be pickled"),
+    (lambda: Fails(-1, states=False), "when an epoch is read from its beginning"),  # it never says its state
+    (lambda: own.torchdata(2), "worker processes"),
+    (own.nodes, "cannot be pickled"),
+]
+
+
+@pytest.mark.parametrize(("make", "why"), BELIEVED)
+def test_what_cannot_be_tried_is_believed_and_says_why(make: Callable[[], Any], why: str) -> None:
+    with wrap(make()) as loader:
+        assert len(list(loader)) in (own.SIZE, 5)
+        answer = loader.capabilities.exact_order
+    assert answer.holds and answer.believed and why in answer.reason
+
+
+def test_batches_that_come_out_of_order_are_not_promised() -> None:
+    import torchdata.nodes as parts
+
+    thread = parts.ParallelMapper(parts.IterableWrapper(range(12)), own.still, 2, in_order=False)
+    for source in (parts.Loader(thread), StatefulDataLoader(range(12), 2, num_workers=2, in_order=False)):
+        order = wrap(source, seed=1).capabilities.exact_order
+        assert not order and "in_order=False" in order.reason
 
 
 def test_a_trial_moves_no_generator() -> None:
@@ -795,18 +590,8 @@ class TestLitDataElsewhere(_OnRanks):
         shared_pool().close()  # their processes were told that they are others
 
 
-@pytest.mark.parametrize("name", ["StatefulDataLoader of a stream", "torchdata.nodes", "right by itself"])
-def test_a_used_source_goes_back_to_its_very_beginning(name: str) -> None:
-    loader = wrap(own.EXACT[name](), seed=own.SEED)
-    beginning = loader.state_dict()
-    whole = [taken(loader) for _ in range(2)]
-    for _ in range(2):
-        loader.load_state_dict(beginning)
-        assert [taken(loader) for _ in range(2)] == whole
-
-
-def test_a_stateful_dataloader_is_sent_to_another_process_while_it_is_read() -> None:
-    make = own.wrapped_torchdata
+@pytest.mark.parametrize("make", [own.wrapped_torchdata, lambda: wrap(own.Stream())])
+def test_a_loader_is_sent_to_another_process_while_it_is_read(make: Callable[[], Loader]) -> None:
     whole = [taken(make()) for _ in range(2)]
     loader = make()
     batches = iter(loader)
@@ -819,65 +604,19 @@ def test_a_stateful_dataloader_is_sent_to_another_process_while_it_is_read() -> 
     assert [own.identify(batch) for batch in batches] == whole[0][2:]
 
 
-@pytest.mark.parametrize("name", ["torchdata.nodes", "Grain DataLoader", "right by itself"])
-def test_a_loader_of_a_source_of_its_own_state_can_be_pickled_or_says_why_not(name: str) -> None:
-    make = own.wrapped_nodes if name == "torchdata.nodes" else _right_by_itself
-    make = made(name) if name in own.WRAPPED else make
-    loader = make()
-    batches = iter(loader)
-    next(batches)
-    if name == "right by itself":
-        other = pickle.loads(pickle.dumps(loader))
-        other.load_state_dict(loader.state_dict())
-        assert taken(other) == [own.identify(batch) for batch in batches]
-        return
-    with pytest.raises(midepoch.UnsupportedSourceError, match=r"cannot be pickled, .* \(\w+Error: .*: make and wrap"):
-        pickle.dumps(loader)
-
-
-def test_a_stateful_dataloader_that_cannot_be_pickled_says_why() -> None:
-    loader = wrap(StatefulDataLoader(HoldsALoader(), None), seed=1)
-    next(iter(loader))
-    with pytest.raises(midepoch.UnsupportedSourceError, match=r"this StatefulDataLoader cannot be pickled, .*: make"):
-        pickle.dumps(loader)
-
-
-def _right_by_itself() -> Loader:
-    return wrap(own.Stream())
-
-
 @pytest.mark.parametrize("name", [*own.WRAPPED, "right by itself"])
 def test_the_beginning_of_any_epoch_is_reached_where_a_source_can_begin_anew(name: str) -> None:
-    anew = name not in ("LitData StreamingDataLoader", "right by itself")  # they go on from where they stand
-    make: Callable[[], Loader] = made(name) if name in own.WRAPPED else _right_by_itself
-    loader = make()
-    if not anew:
-        with pytest.raises(StateError, match="where its own checkpoints lead"):
-            loader.seek(epoch=2)
-        return
-    epochs = [taken(loader) for _ in range(3)]
-    loader.close()
-    fresh = make()
-    fresh.seek(epoch=2)
-    state = fresh.state_dict()
-    assert taken(fresh, 2) == epochs[2][:2]
-    fresh.seek(epoch=1)
-    assert taken(fresh) == epochs[1]
-    fresh.load_state_dict(state)
-    assert taken(fresh) == epochs[2]
-    fresh.close()
-    for place in (0, 2):  # a body that is left early, and one that is not
-        looped = make()
-        for epoch in looped.epochs(2):
-            taken(looped, place or None)
-            looped.seek(epoch=epoch + 1)
-            state = looped.state_dict()
-        assert (state["epoch"], state["position"]) == (2, 0)
-        looped.close()
-        resumed = make()
-        resumed.load_state_dict(state)
-        assert taken(resumed) == epochs[2]
-        resumed.close()
+    make: Callable[[], Loader] = made(name) if name in own.WRAPPED else lambda: wrap(own.Stream())
+    with make() as loader:
+        if name in ("LitData StreamingDataLoader", "right by itself"):  # they go on from where they stand
+            with pytest.raises(StateError, match="where its own checkpoints lead"):
+                loader.seek(epoch=2)
+            return
+        epochs = [taken(loader) for _ in range(3)]
+    with make() as fresh:
+        for epoch in (2, 1, 2):
+            fresh.seek(epoch=epoch)
+            assert taken(fresh) == epochs[epoch]
 
 
 BEGINNINGS: dict[str, Callable[[], Loader]] = {
@@ -933,48 +672,19 @@ def grain_elastic(rank: int = 0, world_size: int = 1, *, together: int = 6, size
     return wrap(own.grain_elastic(rank, world_size, together, size), world=midepoch.World(rank, world_size))
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
-def test_grain_s_elastic_iterator_goes_on_in_another_world(before: int, after: int) -> None:
-    whole = taken(grain_elastic())
+def test_grain_s_elastic_iterator_with_another_global_batch_shard_shuffle_and_size() -> None:
+    whole, (_, state) = taken(grain_elastic()), sources.heads(grain_elastic, 2)
     assert len(whole) == len(grain_elastic()) == 6  # the last 5 of 41 do not fill a global batch
-    first = [grain_elastic(rank, before) for rank in range(before)]
-    head = [taken(loader, 2) for loader in first]
-    states = [loader.state_dict() for loader in first]
-    assert all(state == states[0] for state in states) and states[0]["detail"] == ""
-    rest = []
-    for rank in range(after):
-        loader = grain_elastic(rank, after)
-        loader.load_state_dict(states[-1])
-        rest.append(taken(loader))
-    for part, expected in ((head, whole[:2]), (rest, whole[2:])):
-        together = [sorted(sources.flat(list(step))) for step in zip(*part, strict=True)]
-        assert together == [sorted(batch) for batch in expected]
-
-
-def test_a_state_of_another_shuffle_of_grain_s_is_refused() -> None:
-    loader = wrap(own.grain_elastic(seed=3))
-    next(iter(loader))
-    with pytest.raises(StateMismatchError, match="data differs"):
-        wrap(own.grain_elastic(seed=4)).load_state_dict(loader.state_dict())
-
-
-def test_grain_s_elastic_iterator_at_every_place_and_with_another_global_batch() -> None:
     loader = grain_elastic()
-    whole = [taken(loader) for _ in range(2)]
-    for cut in range(7):
-        head = grain_elastic()
-        taken(head, cut) if cut else None
-        resumed = grain_elastic()
-        resumed.load_state_dict(head.state_dict())
-        assert taken(resumed) == (whole[0][cut:] if cut < 6 else whole[1])
     loader.seek(position=12)
-    assert taken(loader) == whole[0][2:]
+    assert taken(loader) == whole[2:]
     smaller = grain_elastic(together=4)
-    smaller.load_state_dict({**sources.heads(grain_elastic, 2)[1]})
-    left = sources.flat(taken(grain_elastic(together=4)))[36:]
-    assert sources.flat(taken(smaller)) == sources.flat(whole[0][2:]) + left
+    smaller.load_state_dict(state)
+    assert sources.flat(taken(smaller)) == sources.flat(whole[2:]) + sources.flat(taken(grain_elastic(together=4)))[36:]
     with pytest.raises(StateError, match=r"size differs.*41.*30"):
-        grain_elastic(size=30).load_state_dict(loader.state_dict())
+        grain_elastic(size=30).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match="data differs"):
+        wrap(own.grain_elastic(seed=4)).load_state_dict(state)
     wrong = wrap(grain_elastic(0, 2).source, world=midepoch.World(1, 2))
     with pytest.raises(midepoch.UnsupportedSourceError, match=r"shard_index=0.*rank 1 of 2.*shard_index=1"):
         next(iter(wrong))
@@ -1125,19 +835,6 @@ class BeginsLazily(IterableDataset[Any]):
         self.begins_at = state["place"]
 
 
-def test_a_source_that_has_a_state_only_while_it_is_read_is_read_all_the_same() -> None:
-    def make() -> Loader:
-        return wrap(DataLoader(BeginsLazily(), None, collate_fn=own.same), seed=1)
-
-    loader = make()
-    given = list(loader)
-    state = loader.state_dict()
-    resumed = make()
-    resumed.load_state_dict(state)
-    assert len(given) == 130
-    assert [number for number, _ in resumed] == [number for number, _ in loader]  # from the beginning of an epoch
-
-
 # --- streams in a DataLoader ---
 
 
@@ -1182,30 +879,6 @@ class Refuses(Counting):
 def counting(workers: int, kind: Any = Counting, batch_size: int | None = 3, **options: Any) -> Loader:
     source = DataLoader(kind(**options), batch_size, num_workers=workers)
     return wrap(source, seed=1, shard=False if workers > 1 else None)
-
-
-@pytest.mark.parametrize(("workers", "batch_size", "held"), [(0, 3, 0), (0, None, 0), (1, 3, 0), (2, 3, 9000)])
-def test_a_stream_s_own_state_is_carried_through_a_dataloader(workers: int, batch_size: int | None, held: int) -> None:
-    def make() -> Loader:
-        return counting(workers, batch_size=batch_size, held=held)
-
-    with make() as loader:
-        given, states = [], [loader.state_dict()]
-        for _ in range(2):
-            for batch in loader:
-                given.append(batch.tolist())
-                states.append(json.loads(json.dumps(loader.state_dict())))
-        assert not loader.capabilities.exact_order.believed and loader.capabilities.exact_augmentations
-    cuts = range(len(states)) if not workers else (1, 4, len(given) // 2, len(given) // 2 + 3)
-    for cut in cuts:
-        torch.manual_seed(cut), random.seed(cut), np.random.seed(cut)
-        with make() as resumed:
-            resumed.load_state_dict(states[cut])
-            rest = sources.taken(resumed) + sources.taken(resumed)
-            assert rest[: len(given) - cut] == given[cut:], f"cut at {cut}"
-    if held:  # a state of some 16 KiB does not come with each batch
-        first = json.loads(json.loads(states[7]["detail"])["part"][8:])[1][0]
-        assert len(first[0]) > 10_000 and first[3] > 1
 
 
 def test_a_stream_in_workers_knows_the_batches_in_flight() -> None:
@@ -1345,14 +1018,6 @@ def test_each_sample_of_the_batch_before_a_resume_is_compared(kind: Any) -> None
     with plain(kind, kind.batch) as resumed, pytest.raises(midepoch.SourceError, match="does not lead to the batch"):
         resumed.load_state_dict(state)
         next(iter(resumed))
-
-
-def test_a_state_in_workers_that_leads_on_is_not_told() -> None:
-    with warnings.catch_warnings(), counting(1) as loader:
-        warnings.simplefilter("error", midepoch.MidepochWarning)
-        for _ in range(3):
-            assert len(taken(loader)) == 7
-        assert loader.capabilities.exact_order.answer == loader.capabilities.exact_augmentations.answer == "yes"
 
 
 def test_verify_says_what_follows_where_a_batch_that_is_read_again_differs() -> None:
@@ -1553,41 +1218,6 @@ def in_a_dataloader(kind: Any) -> Any:
     return DataLoader(own.StreamDataset(kind()), batch_size=None)
 
 
-def epochs_state(make: Callable[[], Any]) -> tuple[list[list[int]], dict[str, Any]]:
-    """The second epoch, and the state of its beginning."""
-    loader = wrap(make())
-    taken(loader)
-    state = loader.state_dict()
-    return taken(loader), state
-
-
-@pytest.mark.parametrize("kind", [Late, CountsResumes])
-@pytest.mark.parametrize("made_of", [lambda kind: kind(), in_a_dataloader])
-@pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
-def test_a_source_that_reports_otherwise_and_reads_on_rightly_is_not_refused(
-    made_of: Callable[[Any], Any], kind: Any
-) -> None:
-    def make() -> Any:
-        return made_of(kind)
-
-    whole = taken(wrap(make()))
-    for cut in (1, 3, 12):
-        resumed = wrap(make())
-        resumed.load_state_dict(wrap_state(make, cut))
-        assert taken(resumed) == whole[cut:]
-    following, state = epochs_state(make)
-    resumed = wrap(make())
-    resumed.load_state_dict(state)
-    assert (taken(resumed) or taken(resumed)) == following
-    live = wrap(make())
-    taken(live)
-    batches = iter(live)
-    next(batches)
-    state, again = live.state_dict(), next(batches)
-    live.load_state_dict(state)
-    assert own.identify(next(iter(live))) == own.identify(again)
-
-
 class KeepsItsGenerator(own.Stream):
     """Draws its order from a generator when it is read, and reports where that stood then."""
 
@@ -1610,23 +1240,6 @@ class KeepsItsGenerator(own.Stream):
         version, words, pair = state["began"]
         self.generator.setstate((version, tuple(words), pair))
         self.given, self.goes_on = state["given"], True
-
-
-@pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
-def test_a_source_that_keeps_its_generator_in_its_state_is_tried_and_goes_on_exactly() -> None:
-    loader = wrap(KeepsItsGenerator())
-    given, states = [], [loader.state_dict()]
-    for _ in range(3):
-        for batch in loader:
-            given.append(own.identify(batch))
-            states.append(json.loads(json.dumps(loader.state_dict())))
-        states[-1] = loader.state_dict()
-    assert not loader.capabilities.exact_order.believed
-    for cut in (0, 1, own.SIZE - 1, own.SIZE, own.SIZE + 1, 2 * own.SIZE - 1, 2 * own.SIZE, 2 * own.SIZE + 3):
-        resumed = wrap(KeepsItsGenerator())
-        resumed.load_state_dict(states[cut])
-        rest = [batch for _ in range(4) for batch in taken(resumed)]
-        assert rest[: len(given) - cut] == given[cut:], f"cut at {cut}"
 
 
 class _Pins:
@@ -1721,36 +1334,6 @@ def replayed_rows(workers: int) -> Any:
     return DataLoader(rows.shuffle(seed=own.SEED, buffer_size=5), 2, num_workers=workers)
 
 
-TOLD_THE_EPOCH: dict[str, Callable[[], Any]] = {
-    "an object": IsTold,
-    "in a DataLoader": lambda: DataLoader(IsTold(), 2),
-    "in a DataLoader with a worker": lambda: DataLoader(IsTold(), 2, num_workers=1),
-    "in a StatefulDataLoader": lambda: StatefulDataLoader(IsTold(), 2),
-    "in a StatefulDataLoader with a worker": lambda: StatefulDataLoader(IsTold(), 2, num_workers=1),
-    "rows in a DataLoader": lambda: replayed_rows(0),
-    "rows in a DataLoader with a worker": lambda: replayed_rows(1),
-}
-
-
-@pytest.mark.parametrize("name", TOLD_THE_EPOCH)
-@pytest.mark.filterwarnings("error:epoch .* is the next pass:midepoch.MidepochWarning")
-def test_a_source_is_told_the_epoch(name: str) -> None:
-    def make() -> Loader:
-        return wrap(TOLD_THE_EPOCH[name](), seed=1)
-
-    with make() as loader:
-        epochs = [taken(loader) for _ in range(2)]
-        batches = iter(loader)
-        epochs.append([own.identify(next(batches)) for _ in range(3)])
-        state = loader.state_dict()
-        epochs[2] += [own.identify(batch) for batch in batches]
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    with make() as fresh:
-        fresh.set_epoch(2)
-        assert taken(fresh) == epochs[2]
-    with make() as resumed:
-        resumed.load_state_dict(state)
-        assert taken(resumed) == epochs[2][3:]
 
 
 def test_a_source_that_cannot_be_told_the_epoch_says_so() -> None:
@@ -1824,179 +1407,32 @@ class DrawsSeldom(Counting):
         self.place = 0
 
 
-@pytest.mark.parametrize("outer", [DataLoader, StatefulDataLoader])
-def test_a_batch_that_draws_after_others_that_did_not_has_its_stream_all_the_same(outer: Any) -> None:
-    def make() -> Loader:
-        return wrap(outer(DrawsSeldom(), 2), seed=3)
-
-    loader = make()
-    random.seed(1)
-    before = random.getstate()
-    given = [batch.tolist() for _ in range(2) for batch in loader]
-    assert random.getstate() == before
-    assert len({number for batch in given for _, number in batch}) == 11  # five in each epoch, and 0.5
-    for cut in (0, 3, 6, 8, 14, 10):
-        random.seed(100 + cut)
-        head = make()
-        batches = (batch for _ in range(2) for batch in head)
-        for _ in range(cut):
-            next(batches)
-        resumed = make()
-        resumed.load_state_dict(head.state_dict())
-        rest = [batch.tolist() for _ in range(2) for batch in resumed]
-        assert rest[: len(given) - cut] == given[cut:], f"cut at {cut}"
-
-
-class DrawsAtOne(IterableDataset[Any]):
-    """Has an order of its own in each pass, from the operating system; draws once, late. No state tells the order."""
-
-    draws_at, size = 120, 130
-
-    def __init__(self) -> None:
-        self.place = self.read = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        order, begins = np.random.default_rng().permutation(self.size), self.place
-        for place in range(begins, self.size):
-            self.place, self.read = place + 1, self.read + 1
-            yield [int(order[place]), random.random() if place == self.draws_at else 0.0]
-        self.place = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-
-@pytest.mark.parametrize("outer", [DataLoader, StatefulDataLoader])
-def test_a_draw_late_in_a_pass_has_its_stream_and_reads_nothing_again(outer: Any) -> None:
-    drawn = set()
-    for noise in range(2):
-        random.seed(noise)
-        dataset = DrawsAtOne()
-        given = list(wrap(outer(dataset, None, collate_fn=own.same), seed=3, verify="off"))
-        assert sorted(number for number, _ in given) == list(range(130)) and dataset.read == 130
-        drawn.add(given[120][1])
-    assert len(drawn) == 1 and drawn != {0.0}
-
-
 class WithoutState(IterableDataset[Any]):
     """Draws for some numbers only. It has no state, so torchdata reads it again to its place."""
 
-    def __init__(self, size: int = 20, draws: Callable[[int], bool] = lambda number: number % 10 > 6) -> None:
-        self.size, self.draws = size, draws
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(20):
+            yield [number, random.random() if number % 10 > 6 else 0.0]
+
+
+class EndsOnceMore(IterableDataset[Any]):
+    """From the state of its end it gives an empty pass, as torchdata's tests have it. It may draw for one number."""
+
+    def __init__(self, draws_at: int = 0) -> None:
+        self.given, self.resumes, self.draws_at = 0, False, draws_at
 
     def __iter__(self) -> Iterator[Any]:
-        for number in range(self.size):
-            yield [number, random.random() if self.draws(number) else 0.0]
-
-
-@pytest.mark.parametrize(
-    ("make", "cuts"),
-    [
-        (WithoutState, (2, 7, 9, 10, 12, 19)),
-        (lambda: WithoutState(260, lambda number: number in (241, 251)), (60, 123, 130)),
-    ],
-)
-def test_a_dataset_without_a_state_that_draws_seldom_is_read_again_under_its_streams(
-    make: Any, cuts: tuple[int, ...]
-) -> None:
-    def loader() -> Loader:
-        return wrap(StatefulDataLoader(make(), batch_size=2, collate_fn=list), seed=1)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("error", midepoch.MidepochWarning)
-        whole = loader()
-        given, states = [], [whole.state_dict()]
-        for _ in range(2):
-            for batch in whole:
-                given.append(batch)
-                states.append(whole.state_dict())
-        for cut in cuts:
-            random.seed(cut)
-            resumed = loader()
-            resumed.load_state_dict(states[cut])
-            rest = [batch for _ in range(2) for batch in resumed]
-            assert rest[: len(given) - cut] == given[cut : cut + len(rest)]
-
-
-class _EndsOnceMore:
-    """From the state of its end it gives an empty pass, as torchdata's tests have it."""
-
-    def __init__(self) -> None:
-        self.given, self.resumes = 0, False
-
-    def __iter__(self) -> Iterator[int]:
         self.given = self.given if self.resumes else 0
         self.resumes = False
         while self.given < 10:
             self.given += 1
-            yield self.given
+            yield self.given + (random.random() if self.given == self.draws_at else 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         return {"given": self.given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.given, self.resumes = state["given"], True
-
-
-class _EndsOnceMoreOfALength(_EndsOnceMore):
-    def __len__(self) -> int:
-        return 10
-
-
-class _EndsOnceMoreInADataLoader(_EndsOnceMore, IterableDataset[int]):
-    pass
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        _EndsOnceMore,
-        _EndsOnceMoreOfALength,
-        lambda: DataLoader(_EndsOnceMoreInADataLoader(), batch_size=4),
-        lambda: DataLoader(_EndsOnceMoreInADataLoader(), batch_size=5),
-        lambda: DataLoader(_EndsOnceMoreInADataLoader(), batch_size=4, num_workers=1),
-    ],
-)
-def test_a_source_that_ends_once_more_at_its_end_begins_the_next_epoch(make: Callable[[], Any]) -> None:
-    loader = wrap(make(), seed=1)
-    batches, states = [], [loader.state_dict()]
-    for _ in range(3):
-        for batch in loader:
-            batches.append(str(batch))
-            states.append(loader.state_dict())
-        states[-1] = loader.state_dict()
-    for cut, state in enumerate(states[:-1]):
-        resumed = wrap(make(), seed=1)
-        resumed.load_state_dict(json.loads(json.dumps(state)))
-        rest: list[str] = []
-        while len(rest) < len(batches) - cut:
-            given = list(map(str, resumed))
-            assert given, f"an empty epoch behind batch {cut}"
-            rest += given
-        assert rest == batches[cut:]
-
-
-class _DrawsLate(_EndsOnceMoreInADataLoader):
-    def __iter__(self) -> Iterator[Any]:
-        for number in super().__iter__():
-            yield number + (random.random() if number == 7 else 0.0)
-
-
-def test_a_source_that_ends_once_more_may_draw_late_in_the_next_epoch() -> None:
-    def make() -> Loader:
-        return wrap(DataLoader(_DrawsLate(), batch_size=2), seed=1)
-
-    loader = make()
-    batches = [str(batch) for batch in loader]
-    state = loader.state_dict()
-    batches = [str(batch) for batch in loader]
-    resumed = make()
-    resumed.load_state_dict(state)
-    assert list(map(str, resumed)) == batches and len(batches) == 5
 
 
 class Blocks:
@@ -2008,31 +1444,6 @@ class Blocks:
     def __iter__(self) -> Iterator[int]:
         for start in range(0, 20, 5):
             yield from (start + number for number in (torch.randperm(5).tolist() if start else range(5)))
-
-
-def test_a_sampler_that_draws_within_an_epoch_has_the_same_order_after_a_resume() -> None:
-    """The trial, behind the first batch, sees nothing of it."""
-    import torchdata.nodes as parts
-
-    makes: list[Callable[[], Any]] = [
-        lambda: StatefulDataLoader(range(20), 2, sampler=Blocks()),
-        lambda: StatefulDataLoader(range(20), batch_sampler=torch.utils.data.BatchSampler(Blocks(), 2, False)),
-        lambda: parts.Loader(parts.Batcher(parts.SamplerWrapper(Blocks()), 2)),
-    ]
-    for make in makes:
-        loader = wrap(make(), seed=1)
-        batches, states = [], [loader.state_dict()]
-        for _ in range(2):
-            for batch in loader:
-                batches.append(str(batch))
-                states.append(loader.state_dict())
-        assert len(set(batches)) > 15 and not loader.capabilities.exact_order.believed
-        for cut, state in enumerate(states[:-1]):
-            torch.manual_seed(cut)
-            resumed = wrap(make(), seed=1)
-            resumed.load_state_dict(state)
-            rest = [str(batch) for _ in range(2) for batch in resumed]
-            assert rest[: len(batches) - cut] == batches[cut:], f"cut at {cut}"
 
 
 class AtOnce:
@@ -2049,37 +1460,6 @@ class AtOnce:
         if self.kind == "numpy":
             return iter(self.numbers.permutation(20).tolist())
         return iter(torch.randperm(20, generator=self.generator if self.kind == "torch" else None).tolist())
-
-
-@pytest.mark.parametrize("kind", ["numpy", "torch", "global"])
-@pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
-def test_a_sampler_that_draws_its_order_at_once_has_it_after_a_resume(kind: str) -> None:
-    import torchdata.nodes as parts
-
-    def batches_of(inner: Any) -> Any:
-        return torch.utils.data.BatchSampler(inner, 2, False)
-
-    makes: list[Callable[[], Any]] = [
-        lambda: StatefulDataLoader(range(20), 2, sampler=AtOnce(kind)),
-        lambda: StatefulDataLoader(range(20), batch_size=None, sampler=AtOnce(kind)),
-        lambda: StatefulDataLoader(range(20), batch_sampler=batches_of(AtOnce(kind))),
-        lambda: parts.Loader(parts.Batcher(parts.SamplerWrapper(AtOnce(kind)), 2)),
-    ]
-    for make in makes:
-        loader = wrap(make(), seed=1)
-        batches, states = [], []
-        for _ in range(2):
-            for batch in loader:
-                batches.append(str(batch))
-                states.append(loader.state_dict())
-        half = len(batches) // 2
-        assert batches[:half] != batches[half:] and not loader.capabilities.exact_order.believed
-        for cut in (1, half - 1, half, half + 1, 2 * half - 1):
-            torch.manual_seed(cut)
-            resumed = wrap(make(), seed=1)
-            resumed.load_state_dict(states[cut - 1])
-            rest = [str(batch) for _ in range(2) for batch in resumed]
-            assert rest[: len(batches) - cut] == batches[cut:], f"cut at {cut}"
 
 
 class NotesItsGenerator(IterableDataset[int]):
@@ -2103,30 +1483,6 @@ class NotesItsGenerator(IterableDataset[int]):
         while self.position < 9:
             self.position += 1
             yield order[self.position - 1]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
-def test_a_dataset_whose_state_restores_its_generator_is_left_to_it(workers: int) -> None:
-    """A worker that has not read tells where the generator stood before anybody could have seeded it."""
-
-    def make() -> Loader:
-        return wrap(StatefulDataLoader(NotesItsGenerator(), 3, num_workers=workers), seed=1)
-
-    loader = make()
-    batches, states = [], []
-    for _ in range(2):
-        for batch in loader:
-            batches.append(batch.tolist())
-            states.append(loader.state_dict())
-    half = len(batches) // 2
-    assert loader.capabilities.exact_order
-    assert bool(loader.capabilities.exact_augmentations) == (not workers)
-    for cut in (1, half, half + 1):
-        resumed = make()
-        resumed.load_state_dict(states[cut - 1])
-        rest = [batch.tolist() for _ in range(2) for batch in resumed]
-        assert rest[: len(batches) - cut] == batches[cut:], f"cut at {cut}"
 
 
 class LongerEachEpoch:
@@ -2164,65 +1520,6 @@ class Echo(Dataset[Any]):
         return index
 
 
-LONGER: dict[str, Callable[[], Any]] = {
-    "batch sampler": lambda: StatefulDataLoader(list(range(99)), batch_sampler=LongerEachEpoch()),
-    "batch sampler, in a worker": lambda: StatefulDataLoader(range(99), batch_sampler=LongerEachEpoch(), num_workers=1),
-    "sampler": lambda: StatefulDataLoader(Echo(), 1, sampler=LongerEachEpoch()),
-    "StatefulDataLoader of a stream": lambda: StatefulDataLoader(LongerStream(), 2),
-    "DataLoader of a stream": lambda: DataLoader(LongerStream(), 2),
-    "by itself": LongerStream,
-}
-
-
-@pytest.mark.parametrize("name", LONGER)
-@pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
-def test_an_epoch_has_the_length_that_follows_from_its_number(name: str) -> None:
-    make = LONGER[name]
-    loader = wrap(make(), seed=1)
-    batches, states = [], []
-    ends: list[int] = []
-    for _ in range(3):
-        for batch in loader:
-            batches.append(str(batch))
-            states.append(loader.state_dict())
-        assert len(loader) == len(batches) - sum(ends[-1:])  # as the source says now
-        with pytest.raises(TypeError, match="no length"):
-            _ = loader.batches_left
-        ends.append(len(batches))
-    assert ends[2] - ends[1] > ends[1] - ends[0] > ends[0]
-    for cut in (1, ends[0], ends[0] + 1, ends[1], ends[1] + 1):
-        resumed = wrap(make(), seed=1)
-        resumed.load_state_dict(states[cut - 1])
-        rest = [str(batch) for _ in range(3) for batch in resumed]
-        assert rest[: len(batches) - cut] == batches[cut:], f"cut at {cut}"
-
-
-class HoldsALoader(IterableDataset[Any]):
-    """Its state is that of a StatefulDataLoader, which loses its generator's place."""
-
-    def __init__(self, **options: Any) -> None:
-        self.held = {"loader": StatefulDataLoader(range(8), 2, **options)}
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.held["loader"].state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.held["loader"].load_state_dict(state)
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self.held["loader"]
-
-
-@pytest.mark.parametrize(
-    "made_of", [lambda each: each, lambda each: DataLoader(each, None), lambda each: StatefulDataLoader(each, None)]
-)
-def test_a_loader_within_a_source_is_believed_if_it_shuffles(made_of: Callable[[Any], Any]) -> None:
-    for shuffles in (True, False):
-        generator = torch.Generator().manual_seed(3)
-        loader = wrap(made_of(HoldsALoader(shuffle=shuffles, generator=generator)), seed=1)
-        assert len(list(loader)) == 4
-        order = loader.capabilities.exact_order
-        assert order and order.believed == shuffles and ("wrap that loader" in order.reason) == shuffles
 
 
 class Hardest:
@@ -2249,76 +1546,19 @@ class HardestWithAState(Hardest):
         self.losses, self.given = list(state["losses"]), state["given"]
 
 
-def test_a_sampler_that_follows_the_training_needs_a_state_of_its_own() -> None:
-    def trained(kind: type[Hardest], state: Any = None, **options: Any) -> tuple[list[int], list[Any], Loader]:
-        sampler: Any = kind()
-        loader = wrap(StatefulDataLoader(range(8), 1, sampler=sampler), seed=1, **options)
-        if state is not None:
-            loader.load_state_dict(state)
-        given, states = [], []
-        for batch in loader:
-            given.append(int(batch))
-            sampler.losses[given[-1]] -= 2.5
-            states.append(loader.state_dict())
-        return given, states, loader
-
-    whole, states, loader = trained(HardestWithAState)
-    assert whole == [0, 1, 2, 0, 3, 1, 4, 2] and "Hardest" not in loader.capabilities.exact_order.reason
-    assert trained(HardestWithAState, states[2])[0] == whole[3:]
-    at_once, _, loader = trained(Hardest)
-    assert at_once == [0] * 8
-    assert "Hardest gives its whole order when an epoch begins" in loader.capabilities.exact_order.reason
-    assert trained(Hardest, randomness="none")[0] == whole
+# --- every place ------------------------------------------------------------------------------------------------------
 
 
-class HeldBack:
-    """Draws when it gives something, and holds the rest back."""
-
-    def __iter__(self) -> Iterator[int]:
-        held = list(range(12))
-        while held:
-            yield held.pop(random.randrange(len(held)))
-
-
-def test_what_torchdata_reads_again_is_believed_where_a_trial_cannot_see_it() -> None:
+def of_sampler(form: str, make: Callable[[], Any]) -> Any:
+    """A sampler in one of the ways in which it may be read."""
     import torchdata.nodes as parts
 
-    numbers = parts.IterableWrapper(range(12))
-    weighted = parts.MultiNodeWeightedSampler(
-        {"a": parts.SamplerWrapper(own.without_a_generator()), "b": numbers}, {"a": 1.0, "b": 1.0},
-        stop_criteria="CYCLE_UNTIL_ALL_DATASETS_EXHAUSTED", rank=0, world_size=1,
-    )  # fmt: skip
-    untold: dict[Any, str] = {parts.IterableWrapper(HeldBack()): "HeldBack", weighted: "begins again within an epoch"}
-    for node, why in untold.items():
-        loader = wrap(parts.Loader(node), seed=1)
-        assert len(list(loader)) >= 12
-        order = loader.capabilities.exact_order
-        assert order.holds and order.believed and why in order.reason
-    thread = parts.ParallelMapper(numbers, own.still, 2, in_order=False)
-    workers = StatefulDataLoader(range(12), 2, num_workers=2, in_order=False)
-    for source in (parts.Loader(thread), workers):
-        order = wrap(source, seed=1).capabilities.exact_order
-        assert not order and "in_order=False" in order.reason
-
-
-class BeginsAnew(Counting):
-    """Its own iterator, which begins anew if it is asked behind its end."""
-
-    def __iter__(self) -> BeginsAnew:
-        return self
-
-    def __next__(self) -> int:
-        if self.place == self.size:
-            self.place = 0
-            raise StopIteration
-        self.place += 1
-        return self.place - 1
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_that_begins_anew_behind_its_end_is_not_asked_again(workers: int) -> None:
-    with counting(workers, BeginsAnew) as loader:
-        assert [len(list(itertools.islice(loader, 20))) for _ in range(2)] == [7, 7]  # the last one is not full
+    sampler = make()
+    if form == "nodes":
+        return parts.Loader(parts.Batcher(parts.SamplerWrapper(sampler), 2))
+    if form == "in batches":
+        return StatefulDataLoader(range(20), batch_sampler=torch.utils.data.BatchSampler(sampler, 2, False))
+    return StatefulDataLoader(range(20), None if form == "one by one" else 2, sampler=sampler)
 
 
 class KeepsWhatItLoads(Counting):
@@ -2341,16 +1581,169 @@ class KeepsWhatItLoads(Counting):
         self.state = state
 
 
-@pytest.mark.parametrize("make", [KeepsWhatItLoads, lambda: DataLoader(KeepsWhatItLoads(), 3)])
-def test_a_source_that_keeps_the_state_it_loads_goes_back_to_its_beginning_again_and_again(make: Any) -> None:
-    loader = wrap(make(), seed=1)
-    beginning = loader.state_dict()
-    whole = [str(next(iter(loader)))]
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "that draws within an epoch": Blocks,
+    **{f"that draws at once, {kind}": functools.partial(AtOnce, kind) for kind in ("numpy", "torch", "global")},
+    "that is told the epoch": lambda: DistributedSampler(own.Drawing(20), 1, 0, seed=3),
+}
+TOLD_THE_EPOCH: dict[str, Callable[[], Any]] = {
+    "told the epoch": IsTold,
+    "told the epoch, DataLoader": lambda: DataLoader(IsTold(), 2),
+    "told the epoch, DataLoader, a worker": lambda: DataLoader(IsTold(), 2, num_workers=1),
+    "told the epoch, StatefulDataLoader": lambda: StatefulDataLoader(IsTold(), 2),
+    "told the epoch, StatefulDataLoader, workers": lambda: StatefulDataLoader(IsTold(), 2, num_workers=1),
+    "rows, DataLoader, replayed": lambda: replayed_rows(0),
+    "rows, DataLoader, a worker, replayed": lambda: replayed_rows(1),
+}
+LONGER: dict[str, Callable[[], Any]] = {
+    "longer, batch sampler": lambda: StatefulDataLoader(list(range(99)), batch_sampler=LongerEachEpoch()),
+    "longer, batch sampler, StatefulDataLoader, workers": lambda: StatefulDataLoader(
+        range(99), batch_sampler=LongerEachEpoch(), num_workers=1
+    ),
+    "longer, sampler": lambda: StatefulDataLoader(Echo(), 1, sampler=LongerEachEpoch()),
+    "longer, StatefulDataLoader of a stream": lambda: StatefulDataLoader(LongerStream(), 2),
+    "longer, DataLoader of a stream": lambda: DataLoader(LongerStream(), 2),
+    "longer, by itself": LongerStream,
+}
+PLACES: dict[str, Callable[[], Any]] = {
+    **{name: functools.partial(lambda name: made(name)(), name) for name in own.WRAPPED},
+    **own.EXACT,
+    **{f"sampler {name}, {form}": functools.partial(of_sampler, form, make)
+       for name, make in SAMPLERS.items() for form in ("by itself", "one by one", "in batches", "nodes")},
+    **TOLD_THE_EPOCH,
+    **LONGER,
+    "rows with a buffer, StatefulDataLoader, workers": lambda: own.rows_inside(buffer=True, num_workers=2),
+    "samples that draw, StatefulDataLoader": lambda: StatefulDataLoader(sources.Noisy(14), 3, shuffle=True),
+    "kept worker, StatefulDataLoader, workers": lambda: StatefulDataLoader(
+        range(8), 2, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+    "a stream without a state, StatefulDataLoader": lambda: StatefulDataLoader(Drawing(), 4),
+    "a stream that keeps its place, StatefulDataLoader": lambda: StatefulDataLoader(Walking(), 4),
+    "a stream without a state that draws seldom, StatefulDataLoader": lambda: StatefulDataLoader(
+        WithoutState(), 2, collate_fn=list
+    ),
+    "a stream that draws seldom, StatefulDataLoader": lambda: StatefulDataLoader(DrawsSeldom(), 2),
+    "a stream that draws seldom, DataLoader": lambda: DataLoader(DrawsSeldom(), 2),
+    "a stream that begins lazily, DataLoader": lambda: DataLoader(BeginsLazily(), None, collate_fn=own.same),
+    "a stream that keeps its generator, StatefulDataLoader": lambda: StatefulDataLoader(NotesItsGenerator(), 3),
+    "a stream that keeps its generator, StatefulDataLoader, workers": lambda: StatefulDataLoader(
+        NotesItsGenerator(), 3, num_workers=2
+    ),
+    "a stream, DataLoader": lambda: counting(0),
+    "a stream, DataLoader, one by one": lambda: counting(0, batch_size=None),
+    "a stream, DataLoader, a worker": lambda: counting(1),
+    "a stream with a large state, DataLoader, two workers": lambda: counting(2, held=9000),
+    "keeps its generator": KeepsItsGenerator,
+    "applies its state late": Late,
+    "applies its state late, DataLoader": lambda: in_a_dataloader(Late),
+    "counts its resumes": CountsResumes,
+    "counts its resumes, DataLoader": lambda: in_a_dataloader(CountsResumes),
+    "ends once more": EndsOnceMore,
+    "ends once more, DataLoader": lambda: DataLoader(EndsOnceMore(), 4),
+    "ends once more, DataLoader of whole batches": lambda: DataLoader(EndsOnceMore(), 5),
+    "ends once more, DataLoader, a worker": lambda: DataLoader(EndsOnceMore(), 4, num_workers=1),
+    "ends once more, and draws late, DataLoader": lambda: DataLoader(EndsOnceMore(7), 2),
+}
+BELIEVED_PLACES = r".*(nodes|StatefulDataLoader, workers|replayed|with a shuffle buffer)|Grain DataLoader"
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.filterwarnings("error::midepoch.MidepochWarning", "ignore:.*is read again from its start")
+def test_every_place_of_two_epochs_is_continued_from(name: str) -> None:
+    """Without a word: what is promised is so."""
+    slow = "worker" in name or "prefetched" in name or "threads" in name
+    given, promised = every_place(PLACES[name], (1, 3, 4) if slow else ())
+    assert len(set(given)) > 1
+    order = promised.exact_order
+    assert order and order.believed == bool(re.match(BELIEVED_PLACES, name)), order
+
+
+@pytest.mark.parametrize("name", TOLD_THE_EPOCH)
+def test_a_source_is_told_the_epoch(name: str) -> None:
+    with wrapped(TOLD_THE_EPOCH[name]) as loader:
+        epochs = [taken(loader) for _ in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    with wrapped(TOLD_THE_EPOCH[name]) as fresh:
+        fresh.set_epoch(2)
+        assert taken(fresh) == epochs[2]
+
+
+@pytest.mark.parametrize("name", LONGER)
+def test_an_epoch_has_the_length_that_follows_from_its_number(name: str) -> None:
+    loader, lengths = wrapped(LONGER[name]), [0]
     for _ in range(3):
+        lengths.append(len(list(loader)))
+        assert len(loader) == lengths[-1] > lengths[-2]  # as the source says now
+        with pytest.raises(TypeError, match="no length"):
+            _ = loader.batches_left
+
+
+USED: dict[str, Callable[[], Any]] = {
+    **{name: own.EXACT[name] for name in ("StatefulDataLoader of a stream", "torchdata.nodes", "right by itself")},
+    "keeps what it loads": KeepsWhatItLoads,
+    "keeps what it loads, DataLoader": lambda: DataLoader(KeepsWhatItLoads(), 3),
+}
+
+
+@pytest.mark.parametrize("name", USED)
+def test_a_used_source_goes_back_to_its_very_beginning_again_and_again_unless_it_was_resumed(name: str) -> None:
+    loader = wrapped(USED[name])
+    beginning = loader.state_dict()
+    whole = [digest(batch) for _ in range(2) for batch in loader]
+    for _ in range(2):
         loader.load_state_dict(beginning)
-        batches = iter(loader)
-        assert str(next(batches)) == whole[0]
-        next(batches)
+        assert [digest(batch) for _ in range(2) for batch in loader] == whole
+    resumed = wrapped(USED[name])
+    resumed.load_state_dict(sources.heads(lambda: wrapped(USED[name]), 1)[1])
+    next(iter(resumed))
+    resumed.load_state_dict(beginning)
+    with pytest.raises(StateError, match=r"no state for its very beginning.* has not been read"):
+        next(iter(resumed))
+
+
+# --- what a sampler follows ---
+
+
+def test_a_sampler_that_follows_the_training_needs_a_state_of_its_own() -> None:
+    def trained(kind: type[Hardest], state: Any = None, **options: Any) -> tuple[list[int], list[Any], Loader]:
+        sampler: Any = kind()
+        loader = wrap(StatefulDataLoader(range(8), 1, sampler=sampler), seed=1, **options)
+        if state is not None:
+            loader.load_state_dict(state)
+        given, states = [], []
+        for batch in loader:
+            given.append(int(batch))
+            sampler.losses[given[-1]] -= 2.5
+            states.append(loader.state_dict())
+        return given, states, loader
+
+    whole, states, loader = trained(HardestWithAState)
+    assert whole == [0, 1, 2, 0, 3, 1, 4, 2] and "Hardest" not in loader.capabilities.exact_order.reason
+    assert trained(HardestWithAState, states[2])[0] == whole[3:]
+    at_once, _, loader = trained(Hardest)
+    assert at_once == [0] * 8
+    assert "Hardest gives its whole order when an epoch begins" in loader.capabilities.exact_order.reason
+    assert trained(Hardest, randomness="none")[0] == whole
+
+
+class BeginsAnew(Counting):
+    """Its own iterator, which begins anew if it is asked behind its end."""
+
+    def __iter__(self) -> BeginsAnew:
+        return self
+
+    def __next__(self) -> int:
+        if self.place == self.size:
+            self.place = 0
+            raise StopIteration
+        self.place += 1
+        return self.place - 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_begins_anew_behind_its_end_is_not_asked_again(workers: int) -> None:
+    with counting(workers, BeginsAnew) as loader:
+        assert [len(list(itertools.islice(loader, 20))) for _ in range(2)] == [7, 7]  # the last one is not full
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -2362,47 +1755,6 @@ def test_a_stream_whose_ranks_nobody_knew_when_it_was_wrapped_is_refused_when_it
         monkeypatch.setenv(name, value)
     with pytest.raises(midepoch.UnsupportedSourceError, match=r"read by 2 ranks: pass shard=False .*shard=True"):
         next(iter(loader))
-
-
-def test_workers_that_are_kept_give_each_epoch_the_same_order_when_they_are_started_in_it() -> None:
-    def make() -> Loader:
-        return wrap(StatefulDataLoader(range(8), 2, shuffle=True, num_workers=1, persistent_workers=True), seed=1)
-
-    with make() as loader:
-        epochs = [taken(loader) for _ in range(2)]
-        state = loader.state_dict()
-        epochs.append(taken(loader))
-    for place in (2, 1):
-        with make() as resumed:
-            resumed.load_state_dict(state) if place == 2 else resumed.seek(epoch=1)
-            assert taken(resumed) == epochs[place]
-
-
-def test_a_sampler_of_a_stateful_dataloader_is_told_the_epoch() -> None:
-    """A trainer that tells the sampler it finds tells the loader."""
-
-    def make() -> Loader:
-        sampler: Any = torch.utils.data.DistributedSampler(own.Drawing(own.SIZE), 1, 0, seed=3)
-        return wrap(StatefulDataLoader(own.Drawing(own.SIZE), own.BATCH, sampler=sampler), seed=1)
-
-    loader = make()
-    epochs = [taken(loader) for _ in range(2)]
-    assert epochs[0] != epochs[1]
-    taken(loader, 2)
-    state = loader.state_dict()
-    resumed = make()
-    resumed.load_state_dict(state)
-    third = taken(resumed)
-    resumed.seek(epoch=1)
-    assert len(third) == 3 and third[0] != epochs[1][2] and taken(resumed) == epochs[1]
-
-
-def test_numbers_that_a_source_draws_later_than_a_trial_sees_are_believed() -> None:
-    loader = wrap(own.DrawsLate())
-    assert len(list(loader)) == own.SIZE
-    told = loader.capabilities
-    assert not told.exact_order.believed
-    assert told.exact_augmentations.holds and told.exact_augmentations.believed
 
 
 # --- what a batch costs ---

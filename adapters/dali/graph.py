@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import os
 import zlib
@@ -213,31 +212,15 @@ def crc_of_data(arguments: Mapping[str, Any], texts: Callable[[str], Sequence[st
 def _content(path: Path) -> Iterator[bytes]:
     yield os.fsencode(path.name)
     if path.is_dir():
-        yield from _names(os.fsencode(path), b"")
+        root = os.fsencode(path)
+        for folder, folders, names in os.walk(root, followlinks=True):
+            folders.sort()
+            yield b"\n".join([folder.removeprefix(root), *sorted(names)])  # at once: there may be a million
     elif path.is_file():
         size = path.stat().st_size
         yield b"%d" % size
         if size <= _LARGEST_LIST and path.suffix.lower() in (".txt", ".lst", ".json", ".idx", ".csv", ".tsv", ""):
             yield path.read_bytes()
-
-
-def _names(folder: bytes, prefix: bytes) -> Iterator[bytes]:
-    """One line for each name, including those in subfolders. The lines come in few pieces: there may be a million."""
-    with os.scandir(folder) as entries:
-        found = list(entries)
-    names = sorted([entry.name for entry in found])
-    folders = sorted([entry.name for entry in found if entry.is_dir()])
-    begin = 0
-    for name in folders:
-        end = bisect.bisect_left(names, name, begin) + 1
-        yield _lines(names[begin:end], prefix)
-        yield from _names(os.path.join(folder, name), prefix + name + b"/")  # noqa: PTH118  # a Path does not take bytes
-        begin = end
-    yield _lines(names[begin:], prefix)
-
-
-def _lines(names: list[bytes], prefix: bytes) -> bytes:
-    return prefix + (b"\n" + prefix).join(names) + b"\n" if names else b""
 
 
 # --- another reader ---------------------------------------------------------------------------------------------------

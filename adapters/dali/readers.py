@@ -8,6 +8,7 @@ readers would also use one.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import os
 import re
 import zlib
@@ -422,20 +423,16 @@ class _Archives(Data):
             os.close(opened)
 
 
+# A key, which ends at the first dot of the path's last part, and an extension.
+_NAME = re.compile(r"((?:.*/)?[^./]*)\.?(.*)", re.DOTALL)
+
+
 def _samples(index: TarIndex, case_sensitive: bool) -> Iterator[tuple[str, dict[str, int]]]:
     """Group consecutive files with the same key, by extension."""
-    current: str | None = None
-    components: dict[str, int] = {}
-    for place, encoded in enumerate(index.names.tolist()):
-        name: str = encoded.decode("utf-8", "surrogateescape")
-        # The key ends at the first dot of the path's last part.
-        folder, slash, base = name.rpartition("/")
-        key, _, extension = base.partition(".")
-        key = folder + slash + key
-        if key != current:
-            if components:
-                yield current or "", components
-            current, components = key, {}
-        components.setdefault(extension if case_sensitive else extension.lower(), place)
-    if components:
-        yield current or "", components
+    names = [encoded.decode("utf-8", "surrogateescape") for encoded in index.names.tolist()]
+    parts = [found.groups() for found in map(_NAME.match, names) if found is not None]  # each name has them
+    for key, files in itertools.groupby(enumerate(parts), lambda file: file[1][0]):
+        components: dict[str, int] = {}
+        for place, (_, extension) in files:
+            components.setdefault(extension if case_sensitive else extension.lower(), place)
+        yield key, components

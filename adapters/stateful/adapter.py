@@ -6,17 +6,15 @@ For sources whose state is known to be incomplete, the adapter adds what is miss
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import importlib.metadata
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from midepoch.adapters.stateful import private
-from midepoch.adapters.stateful.session import ENDED, StatefulSession
+from midepoch.adapters.stateful.session import ENDED, Keyed, StatefulSession
 from midepoch.errors import StateCorruptError, StateError, UnsupportedSourceError, warn
 from midepoch.loader.adapter import Adapter, Facts, Options, Reach, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
@@ -34,16 +32,15 @@ from midepoch.state.witness import summary_of
 from midepoch.trying import Copied, copy_of, tried_on_copy
 from midepoch.world import World
 
-__all__ = ["NOT_RESTORED", "StatefulAdapter", "has_state", "is_of", "is_stream", "state_of"]
+__all__ = [
+    "NOT_RESTORED", "NO_STREAMS", "OF_THE_BATCH", "StatefulAdapter", "has_state", "is_of", "is_stream", "state_of",
+]  # fmt: skip
 
-
-_MAY_REORDER = (
-    "which may give the next epoch another order after a resume, or after an epoch that was left early: wrap that "
-    "loader, or let its sampler's order follow from the epoch"
-)
 NOT_RESTORED = Capability(
     False, "the source's own state does not restore the global generators: draw in then=, whose numbers are restored"
 )
+OF_THE_BATCH = Capability(True, "numbers drawn while a batch is read are the batch's: exact on the same split")
+NO_STREAMS = Capability(False, "randomness='none': nothing restores the generators that its code draws from")
 
 
 class StatefulAdapter(Adapter):
@@ -61,18 +58,19 @@ class StatefulAdapter(Adapter):
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self.opening = Streams() if isinstance(source, DataLoader) and options.streams else None
-        self.was_put_at_its_end = False  # by a state, and not read since
-        self.stands_at = ""  # the state that it has reported at its end; empty once it is read again
+        self.streams: Streams | None = None  # of the code that makes a batch, if each has a stream of its own
+        self.is_at = ""  # the state that it has reported at its end; empty once it is read again
         self._used = False
         self._read_epoch: int | None = None  # of the last session that has read
-        self._first_state: Any = None  # of the very beginning; unknown until the source is first read
+        self._first_state = ""  # of the very beginning, encoded; unknown until the source is first read
         self._copied: Copied | None = None  # as it was before it was read, until that is tried
-        self._untried = "it is tried on a copy when an epoch is read from its beginning"
-        self._tries = options.verify != "off" and options.streams and not private.has_workers(source)
-        if options.verify == "off" or not options.streams:
-            self._untried = ("verify='off'" if options.verify == "off" else "randomness='none'") + ": it is not tried"
-        elif not self._tries:
-            self._untried = "it is not tried, since a copy would start worker processes of its own"
+        reasons = {
+            "verify='off': it is not tried": options.verify == "off",
+            "randomness='none': it is not tried": not options.streams,
+            "it is not tried, since a copy would start worker processes of its own": private.has_workers(source),
+        }
+        self._never_tried = next((why for why, holds in reasons.items() if holds), "")
+        self._untried = self._never_tried or "it is tried on a copy when an epoch is read from its beginning"
         if options.shard:
             raise UnsupportedSourceError(
                 f"shard=True: {type(source).__name__} keeps its own state, which knows no ranks; shard the data that "
@@ -90,12 +88,9 @@ class StatefulAdapter(Adapter):
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
         """Batches of all ranks in an epoch, if the source knows its own number, and that does not follow the epoch."""
-        length = None if any(map(_has_other_epochs, self.told_epochs())) else length_of(self.source)
+        follows = any(length_of(part) is not None for part in self.told_epochs() if _is_told(part))
+        length = None if follows else length_of(self.source)
         return None if length is None else length * world.world_size
-
-    def told_epochs(self) -> list[Any]:
-        """The parts of the source whose ``set_epoch`` may change its length."""
-        return [self.source] if self.is_of_unknown_kind else []
 
     def describe(self) -> dict[str, str]:
         """The kind of source, since its state fits no other kind, and the settings a loader's state depends on."""
@@ -109,9 +104,12 @@ class StatefulAdapter(Adapter):
         return described if samples is None else {**described, "samples": str(samples)}
 
     def described_package(self) -> dict[str, str]:
-        """The source's package with its version, which need not be the same."""
-        package = _package_of(self.source)
-        return {f"{_PACKAGE}{PIECES}": package} if package else {}
+        """The source's package with its version, which need not be the same; nothing if it is of none that is known."""
+        for module, distribution in _PACKAGES.items():
+            if is_of(module, self.source):
+                with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                    return {f"package{PIECES}": f"{distribution} {importlib.metadata.version(distribution)}"}
+        return {}
 
     def capabilities(self) -> Capabilities:
         """What the source's own state can restore."""
@@ -119,10 +117,6 @@ class StatefulAdapter(Adapter):
         own = Capability(True, f"{base}; no other place is tried")
         if self._untried:
             base = f"as exact as the source's own state: {self._untried}"
-            own = Capability(True, base, believed=True)
-        held_by = self.source.dataset if isinstance(self.source, DataLoader) else self.source
-        if private.holds_a_shuffling_loader(held_by):
-            base = f"as exact as the StatefulDataLoader that it holds, {_MAY_REORDER}"
             own = Capability(True, base, believed=True)
         # A trial, after the first batch, sees only what is drawn by then.
         drawn = Capability(True, f"{base}, if it restores all that later batches draw from", believed=True)
@@ -153,24 +147,16 @@ class StatefulAdapter(Adapter):
         ended = here.detail.startswith(ENDED) and there == (here.epoch + 1, 0)
         return here.detail.removeprefix(ENDED) if ended and self.reach is Reach.STATES else ""
 
-    def state_in(self, detail: str) -> Any:
-        """The source's own state in a detail."""
-        return decode(detail.removeprefix(ENDED))
-
     def open(self, run: Run) -> Session:
         """The source's own iterator, after its state is loaded."""
-        if run.world.world_size > 1 and self.options.shard is None and self._read_epoch is None:
-            self._tell_of_undivided(run.world)
+        ranks, first = run.world.world_size, self._read_epoch is None and run.world.rank == 0
+        if first and ranks > 1 and self.options.shard is None and not self.divides:
+            warn(
+                f"{ranks} ranks read this {type(self.source).__name__}, and midepoch does not divide what keeps its "
+                "own state: if the source does not divide its data by rank, each rank reads all of it. "
+                f"{self.how_to_divide}; if it does, or all ranks are meant to read the same, pass shard=False",
+            )
         return StatefulSession(self, run)
-
-    def _tell_of_undivided(self, world: World) -> None:
-        if world.rank or self.divides:
-            return
-        warn(
-            f"{world.world_size} ranks read this {type(self.source).__name__}, and midepoch does not divide what keeps "
-            f"its own state: if the source does not divide its data by rank, each rank reads all of it. "
-            f"{self.how_to_divide}; if it does, or all ranks are meant to read the same, pass shard=False",
-        )
 
     @property
     def divides(self) -> bool:
@@ -183,15 +169,7 @@ class StatefulAdapter(Adapter):
         return self.source
 
     def __getstate__(self) -> dict[str, Any]:
-        source = self.what_is_sent()
-        try:
-            pickle.Pickler(_Nowhere()).dump(source)
-        except Exception as error:
-            raise UnsupportedSourceError(
-                f"this {type(self.source).__name__} cannot be pickled, so its loader cannot be sent to another process "
-                f"({type(error).__name__}: {error!s:.150}): make and wrap the source there, and load a state into it"
-            ) from error
-        return {**self.__dict__, "source": source, "_copied": None}
+        return {**self.__dict__, "source": self.what_is_sent(), "_copied": None}
 
     def __copy__(self) -> Adapter:
         """Refused: two loaders over one source would move each other."""
@@ -200,22 +178,33 @@ class StatefulAdapter(Adapter):
             "and wrap it, instead of copying this loader"
         )
 
-    # --- trying the source's own state ---
+    # --- the epoch ---
 
     def begin(self, run: Run) -> None:
         """A session begins to read."""
         epoch, follows = run.epoch, 0 if self._read_epoch is None else self._read_epoch + 1
-        follows_its_number = self.reach is not Reach.STATES or self._set_epoch is not None
-        if epoch not in (0, self._read_epoch, follows) and not (run.detail or follows_its_number):
+        is_told = self.reach is not Reach.STATES or any(map(_is_told, self.told_epochs()))
+        if epoch not in (0, self._read_epoch, follows) and not (run.detail or is_told):
             warn(
                 f"epoch {epoch} is the next pass of this {type(self.source).__name__}, whatever its number: it counts "
                 "its passes itself, and has no set_epoch; load a state to go elsewhere",
             )
-        if self._read_epoch is None and self._tries:
+        if self._read_epoch is None and not self._never_tried:
             self._copied = copy_of(self.what_is_sent())
             if self._copied.why:
                 self._cannot_try(self._copied.why)
         self._read_epoch = epoch
+
+    def told_epochs(self) -> list[Any]:
+        """What is the user's own in the source. Its length may follow the epoch, if it is told that."""
+        return [self.source] if type(self) is StatefulAdapter else []
+
+    def tell_the_epoch(self, epoch: int) -> None:
+        """As a training loop does before each epoch."""
+        for part in filter(_is_told, self.told_epochs()):
+            part.set_epoch(epoch)
+
+    # --- trying the source's own state ---
 
     def _cannot_try(self, why: str) -> None:
         self._copied, self._untried = None, f"it is not tried, since {why}"
@@ -252,49 +241,26 @@ class StatefulAdapter(Adapter):
             f"the state of this {type(self.source).__name__} does not restore its {what} (its state after batch 1 of "
             f"epoch {run.epoch} was tried on a copy, which gave another {found.differs})"
         )
-        self.note(dataclasses.replace(found, differs=differs if found.differs else "", cure=self.instead(found.order)))
+        self.note(dataclasses.replace(found, differs=differs if found.differs else "", cure=self.cure))
 
-    def instead(self, order: bool) -> str:
-        """What to write where the state restores another `order`, or other random numbers."""
+    @property
+    def cure(self) -> str:
+        """What to write where the state restores another order, or other random numbers."""
         return (
             "wrap a function that makes what it reads, as in midepoch.wrap(lambda: make()), to have it read again from "
             "the start, or let the state cover all that it draws and holds back"
         )
-
-    # --- what differs from one epoch to the next ---
-
-    @property
-    def _set_epoch(self) -> Callable[[int], Any] | None:
-        """The ``set_epoch`` of what keeps the state, if nobody else calls that."""
-        tell = getattr(self.keeper, "set_epoch", None) if self.is_of_unknown_kind else None
-        return tell if callable(tell) else None
-
-    def tell_the_epoch(self, epoch: int) -> None:
-        """As a training loop does before each epoch. A state that is loaded then has the last word."""
-        if self._set_epoch is not None:
-            self._set_epoch(epoch)
-
-    @property
-    def keeper(self) -> Any:
-        """What keeps the state."""
-        return self.source
-
-    @property
-    def is_of_unknown_kind(self) -> bool:
-        """Whether it is of no package that an adapter is written for."""
-        return type(self) is StatefulAdapter
 
     # --- what differs between sources ---
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """The source's own iterator from `state` on; None starts the epoch."""
         first = not self._used and not self.rewinds
-        self.tell_the_epoch(run.epoch)
         if state is None and self._used and run.epoch == 0 and not self.rewinds:
             state = self.very_beginning()
-        if state is not None:
-            self.restore(state)
         self._used = True
+        if state is not None:
+            self.source.load_state_dict(state)
         with workers_outlive_signals(self.source):
             iterator: Iterator[Any] = iter(self.source)
         private.forget_end(iterator)
@@ -304,70 +270,41 @@ class StatefulAdapter(Adapter):
             self._first_state = state_of(self.source)
         return iterator
 
-    def _state_of_a_copy(self) -> Any:
-        """Of a source that was not read: a torchdata.nodes.Loader that is asked itself ignores what it loads later."""
-        copied = self._copied or copy_of(self.what_is_sent())
-        with Streams().under(derive_key(Purpose.TRIAL)):  # it may draw its order for it
-            return None if copied.why else state_of(copied.open())
-
     def very_beginning(self) -> Any:
-        """The state from which a source that was read begins again. A copy, since the source may keep and change it."""
-        if self._first_state is None:
+        """The state from which a source that was read begins again."""
+        if not self._first_state:
             raise StateError(
                 f"{type(self.source).__name__} has no state for its very beginning, so it cannot go back there: load "
                 "this state into a source that has not been read"
             )
-        return copy.deepcopy(self._first_state)
-
-    def restore(self, state: Any) -> None:
-        """Load a state, and read nothing."""
-        if not self._used and not self.rewinds:
-            self._first_state = self._state_of_a_copy()
-        self._used = True
-        self.keeper.load_state_dict(state)
+        return decode(self._first_state)
 
     def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
-        """A function that returns the iterator's next batch."""
-        return iterator.__next__
+        """A function that returns the iterator's next batch, each under its stream if they have any."""
+        advance = iterator.__next__
+        return advance if self.streams is None else Keyed(self.streams, run, advance)
 
     def current(self, iterator: Iterator[Any]) -> Any:
         """The source's current state."""
         return self.source.state_dict()
 
 
-def _has_other_epochs(part: Any) -> bool:
-    return callable(getattr(part, "set_epoch", None)) and length_of(part) is not None
+def _is_told(part: Any) -> bool:
+    return callable(getattr(part, "set_epoch", None))
 
 
-_PACKAGE = "package"
 _PACKAGES = {
     "torchdata": "torchdata", "datasets": "datasets", "grain": "grain", "litdata": "litdata",
     "megatron.energon": "megatron-energon",
 }  # fmt: skip
 
 
-def _package_of(source: object) -> str:
-    """The package that a source is of, with its version; empty if it is of none that is known."""
-    for module, distribution in _PACKAGES.items():
-        if is_of(module, source):
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                return f"{distribution} {importlib.metadata.version(distribution)}"
-    return ""
-
-
-class _Nowhere:
-    """A file that keeps nothing."""
-
-    def write(self, data: bytes) -> int:
-        return len(data)
-
-
-def state_of(source: Any) -> Any:
-    """A copy of a source's state; None if it has none now."""
+def state_of(source: Any) -> str:
+    """A source's state, encoded; empty if it has none now."""
     try:
-        return decode(encode(source.state_dict()))
+        return encode(source.state_dict())
     except Exception:  # noqa: BLE001  # sources raise various errors here
-        return None
+        return ""
 
 
 def is_stream(dataset: Any) -> bool:

@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.adapter import StatefulAdapter, is_of
 from midepoch.adapters.stateful.packages import RESTORED_BY_GRAIN
+from midepoch.adapters.stateful.session import ENDED
 from midepoch.errors import StateMismatchError, UnsupportedSourceError, warn
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import MAXIMUM_SIZE
+from midepoch.state.codec import decode
 from midepoch.state.parts import parts_in
 from midepoch.world import World
 
@@ -132,12 +134,16 @@ class LitDataAdapter(StatefulAdapter):
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """Compare what LitData itself would compare when the first batch is read."""
         super().check_detail(detail, seed, epoch, position, world)
-        for name, saved, here in private.litdata_differs(self.state_in(detail), self.source) if detail else ():
-            cure = f"write StreamingDataset({name}={saved!r})"
+        saved = self._saved(detail)
+        for name in ("shuffle", "seed", "drop_last"):
+            here = getattr(self.source.dataset, name, None)
+            if saved.get(name, here) == here:
+                continue
+            cure = f"write StreamingDataset({name}={saved[name]!r})"
             if name == "drop_last":
                 cure += ", since LitData's own value is another on one rank than on several"
             raise StateMismatchError(
-                f"{name} differs: the state was saved with {saved!r}, this StreamingDataset has {here!r}; {cure}"
+                f"{name} differs: the state was saved with {saved[name]!r}, this StreamingDataset has {here!r}; {cure}"
             )
 
     def rank_part(self, detail: str, saved_world_size: int, world: World) -> str:
@@ -155,10 +161,15 @@ class LitDataAdapter(StatefulAdapter):
         """Yes: LitData divides its chunks among ranks."""
         return True
 
+    def _saved(self, detail: str) -> dict[str, Any]:
+        return private.litdata_saved(decode(detail.removeprefix(ENDED))) if detail else {}
+
     def _was_begun_by_others(self, detail: str, world: World) -> bool:
-        if not detail or detail.startswith("ended:"):
-            return False
-        return private.litdata_begun_by_others(self.state_in(detail), self.source, world.world_size)
+        """Whether other processes than these have begun the epoch."""
+        saved, source = self._saved("" if detail.startswith(ENDED) else detail), self.source
+        here = {"world_size": world.world_size, "num_workers": source.num_workers or 1, "batch_size": source.batch_size}
+        differs = any(saved.get(name, each) != each for name, each in here.items())
+        return differs or saved.get("resume_mode") == "elastic"
 
     def open(self, run: Run) -> Session:
         """Its own iterator, if it takes this process for the same rank."""
@@ -170,7 +181,8 @@ class LitDataAdapter(StatefulAdapter):
                 "shard=False if the ranks are meant to read the same"
             )
         if run.position and self._was_begun_by_others(run.detail, run.world):
-            again = private.litdata_repeats(self.state_in(run.detail), self.source, run.world.world_size)
+            global_batch = self.source.batch_size * run.world.world_size
+            again = self._saved(run.detail).get("sample_in_epoch", 0) % global_batch
             if again and run.world.rank == 0:
                 warn(
                     f"LitData goes on at a multiple of its new global batch: the last {again} samples that were "

@@ -52,7 +52,7 @@ class DatasetsAdapter(StatefulAdapter):
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
-        self._first_state = source.state_dict()  # a copy of what it was made with: nothing is read
+        self._first = source.state_dict()  # a copy of what it was made with: nothing is read
 
     @property
     def divides(self) -> bool:
@@ -60,13 +60,13 @@ class DatasetsAdapter(StatefulAdapter):
         return private.hugging_face_divides(self.source)
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
-        """Start in the epoch's own shuffle of the shards."""
-        self.source.set_epoch(run.epoch)
-        if state is None:
-            state = self._first_state
-        self._used = True
-        self.source.load_state_dict(state)
+        """Start in the epoch's own shuffle of the shards. Without a state, it would start where it last did."""
+        self.source.load_state_dict(self._first if state is None else state)
         return iter(self.source)
+
+    def told_epochs(self) -> list[Any]:
+        """The dataset."""
+        return [self.source]
 
 
 class GrainAdapter(StatefulAdapter):

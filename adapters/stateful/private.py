@@ -13,29 +13,21 @@ import inspect
 import itertools
 import re
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from torch.utils.data import IterableDataset, SequentialSampler
 
 from midepoch.packages import Package
 from midepoch.samplers import length_of
 
 __all__ = [
-    "begin_sampler", "begin_samplers", "counts_only", "elastic_iterator", "elastic_parts",
-    "elastic_steps", "forget_end",
-    "gives_out_of_order", "go_to_the_end", "grain_divides", "grain_names_an_address", "grain_steps",
-    "has_shuffle_buffer", "has_workers", "held_by_nodes", "holds_a_shuffling_loader",
-    "hugging_face_divides", "hugging_face_steps",
-    "litdata_begun_by_others", "litdata_chunks", "litdata_differs",
-    "litdata_rank", "litdata_repeats", "nodes_in", "not_restarting", "own_samplers", "reads_ahead",
-    "starts_kept_workers", "untold_draws", "without_iterator",
+    "begin_sampler", "begin_samplers", "counts_only", "elastic_iterator", "elastic_parts", "elastic_steps",
+    "forget_end", "gives_out_of_order", "go_to_the_end", "grain_divides", "grain_names_an_address", "grain_steps",
+    "has_shuffle_buffer", "has_workers", "held_by_nodes", "hugging_face_divides", "hugging_face_steps",
+    "litdata_chunks", "litdata_rank", "litdata_saved", "nodes_in", "not_restarting", "own_samplers", "reads_ahead",
+    "starts_kept_workers", "without_iterator",
 ]  # fmt: skip
-
-
-_MOST_HELD = 256  # objects that are asked whether they are a loader
 
 
 @functools.cache
@@ -51,34 +43,29 @@ def _grain() -> Package:
 def has_shuffle_buffer(dataset: Any) -> bool | None:
     """Whether a Hugging Face IterableDataset has a shuffle buffer; None if that cannot be determined."""
     _hugging_face()  # warns of an untested version
-    examples = getattr(dataset, "_ex_iterable", None)
-    return None if examples is None else _holds_some_back(examples)
+    steps = _examples(dataset)
+    return any("BufferShuffled" in type(each).__name__ for each in steps) if steps else None
 
 
 def hugging_face_steps(dataset: Any) -> str:
     """The classes that a dataset's examples pass through, and the sizes of the tables or lists they come from."""
-    return _steps(dataset._ex_iterable)
+    steps = []
+    for each in _examples(dataset):
+        given = getattr(each, "kwargs", None)
+        shards = given.get("shards", ()) if isinstance(given, dict) else ()
+        steps += [type(each).__name__, *(shard if isinstance(shard, str) else length_of(shard) for shard in shards)]
+    return " ".join(map(str, steps))
 
 
-def _steps(examples: Any) -> str:
-    steps = type(examples).__name__
-    for held in _held(examples):
-        steps += f" {_steps(held)}"
-    given = getattr(examples, "kwargs", None)
-    for shard in given.get("shards", ()) if isinstance(given, dict) else ():
-        steps += f" {shard if isinstance(shard, str) else length_of(shard)}"
-    return steps
-
-
-def _held(examples: Any) -> list[Any]:
-    held = [getattr(examples, "ex_iterable", None), *(getattr(examples, "ex_iterables", None) or ())]
-    return [each for each in held if each is not None]
-
-
-def _holds_some_back(examples: Any) -> bool:
-    if "BufferShuffled" in type(examples).__name__:
-        return True
-    return any(map(_holds_some_back, _held(examples)))
+def _examples(dataset: Any) -> list[Any]:
+    """What a dataset's examples pass through, from the last step to the first."""
+    found, waiting = [], [getattr(dataset, "_ex_iterable", None)]
+    while waiting:
+        each = waiting.pop()
+        if each is not None:
+            found.append(each)
+            waiting += [getattr(each, "ex_iterable", None), *(getattr(each, "ex_iterables", None) or ())]
+    return found
 
 
 def hugging_face_divides(dataset: Any) -> bool:
@@ -148,27 +135,10 @@ def litdata_rank(loader: Any) -> tuple[int, int]:
     return found.global_rank, found.world_size
 
 
-def litdata_begun_by_others(state: Any, loader: Any, world_size: int) -> bool:
-    """Whether other processes than these have begun the epoch of a StreamingDataLoader's state."""
+def litdata_saved(state: Any) -> dict[str, Any]:
+    """What the state of a StreamingDataLoader has of its dataset; empty before the dataset was read."""
     saved = state.get("dataset") if isinstance(state, dict) else None
-    if not isinstance(saved, dict):
-        return False
-    here = {"world_size": world_size, "num_workers": loader.num_workers or 1, "batch_size": loader.batch_size}
-    return saved.get("resume_mode") == "elastic" or any(saved.get(name, each) != each for name, each in here.items())
-
-
-def litdata_differs(state: Any, loader: Any) -> list[tuple[str, Any, Any]]:
-    """The settings that LitData keeps as they were saved: their names, as they were and as they are."""
-    saved = state.get("dataset") if isinstance(state, dict) else None
-    if not isinstance(saved, dict):
-        return []
-    here = {name: getattr(loader.dataset, name, saved.get(name)) for name in ("shuffle", "seed", "drop_last")}
-    return [(name, saved[name], each) for name, each in here.items() if name in saved and saved[name] != each]
-
-
-def litdata_repeats(state: Any, loader: Any, world_size: int) -> int:
-    """Samples that a StreamingDataLoader gives again where other processes go on with an epoch."""
-    return int(state["dataset"].get("sample_in_epoch", 0) % (loader.batch_size * world_size))
+    return saved if isinstance(saved, dict) else {}
 
 
 def has_workers(source: Any) -> bool:
@@ -208,25 +178,6 @@ def forget_end(iterator: Any) -> None:
 def starts_kept_workers(loader: Any) -> bool:
     """Whether the next pass over a StatefulDataLoader starts worker processes that later passes keep."""
     return bool(loader.persistent_workers and loader.num_workers and getattr(loader, "_iterator", None) is None)
-
-
-def holds_a_shuffling_loader(value: Any) -> bool:
-    """Whether an object holds a StatefulDataLoader that reads by index, and not from the first sample to the last."""
-    kind = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", None)
-    queue, seen = deque([value]), {id(value)}
-    while kind is not None and queue:
-        each = queue.popleft()
-        by_index = each is not value and isinstance(each, kind) and not isinstance(each.dataset, IterableDataset)
-        if by_index and not isinstance(each.sampler, SequentialSampler):
-            return True
-        named = each if isinstance(each, dict) else getattr(each, "__dict__", {})
-        for held in itertools.islice(each if isinstance(each, list | tuple) else named.values(), _MOST_HELD):
-            if id(held) not in seen and len(seen) < _MOST_HELD and (
-                isinstance(held, list | tuple | dict) or hasattr(held, "__dict__")
-            ):
-                seen.add(id(held))
-                queue.append(held)
-    return False
 
 
 def without_iterator(loader: Any) -> Any:
@@ -319,24 +270,6 @@ def _drawn_now(indices: Iterator[Any], sampler: Any, yielded: int) -> Iterator[A
     count = max(length - yielded, 0) if length is not None else int(not yielded or sampler is not None)
     drawn = list(itertools.islice(indices, count))
     return iter(drawn) if len(drawn) < count else itertools.chain(drawn, indices)
-
-
-def untold_draws(nodes: list[Any]) -> str:
-    """What torchdata reads again up to a place, and what may draw otherwise then; empty if there is no such thing."""
-    if len(own_samplers([getattr(node, "sampler", None) for node in nodes])) > 1:
-        return "several samplers of your own, which a resume may ask in another order"
-    for node in nodes:
-        sampler, iterable = getattr(node, "sampler", None), getattr(node, "iterable", None)
-        name = type(iterable if sampler is None else sampler).__name__
-        if "CYCLE" in str(getattr(node, "stop_criteria", "")):
-            return f"what {type(node).__name__} begins again within an epoch"
-        if hasattr(sampler, "load_state_dict") or hasattr(iterable, "load_state_dict"):
-            continue
-        if own_samplers([sampler]) and length_of(sampler) is None:
-            return f"{name}, which has no length"
-        if iterable is not None and type(iterable).__module__ != "builtins":
-            return name
-    return ""
 
 
 def gives_out_of_order(nodes: list[Any]) -> bool:

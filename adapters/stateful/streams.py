@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from midepoch.adapters.stateful.adapter import StatefulAdapter, has_state, is_of, state_of
-from midepoch.adapters.stateful.keyed import keyed
+from midepoch.adapters.stateful.adapter import (
+    NO_STREAMS,
+    OF_THE_BATCH,
+    StatefulAdapter,
+    has_state,
+    is_of,
+    state_of,
+)
 from midepoch.loader.adapter import Adapter, Options, Run, Session
-from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.loader.capabilities import Capabilities
 from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.driven import RAW, exposed_samplers
@@ -46,7 +52,7 @@ class StreamAdapter(StatefulAdapter):
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
         self.opening = None  # see `start`
-        self._streams = Streams(source.dataset, source.collate_fn) if options.streams else None
+        self.streams = Streams(source.dataset, source.collate_fn) if options.streams else None
         self._beginning = Streams(source.dataset, source.collate_fn) if options.streams else None
         self._ended = False  # shown by a last batch that was not full; the state may then be that of a new pass
 
@@ -71,25 +77,22 @@ class StreamAdapter(StatefulAdapter):
 
     def capabilities(self) -> Capabilities:
         """As the dataset's state, and what is drawn is the batch's."""
-        exact = Capability(True, "numbers drawn while a batch is read are the batch's: exact on the same split")
-        if self._streams is None:
-            exact = Capability(False, "randomness='none': nothing restores the generators that samples draw from")
+        exact = NO_STREAMS if self.streams is None else OF_THE_BATCH
         return dataclasses.replace(super().capabilities(), exact_augmentations=exact)
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """The dataset's own iterator, after its state is loaded, in batches."""
         dataset = self.source.dataset
-        self.tell_the_epoch(run.epoch)
         if state is None and not self._used:
-            self._note_beginning()
+            self._first_state = state_of(dataset)
         elif state is None and run.epoch == 0:
-            state = self.very_beginning()
-        if state is not None:
-            self.restore(state)
+            state = [self.very_beginning(), False]
         self._used, self._ended = True, False
-        if state is not None and state[1] and run.position:
-            self._ended = True
-            return iter(())
+        if state is not None:
+            dataset.load_state_dict(state[0])
+            if state[1] and run.position:
+                self._ended = True
+                return iter(())
         if self._beginning is None:
             return self._batches(iter(dataset))
         with self._beginning.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
@@ -110,38 +113,13 @@ class StreamAdapter(StatefulAdapter):
                 return
             yield collate(units)
 
-    def _note_beginning(self) -> None:
-        own = state_of(self.source.dataset)
-        self._first_state = None if own is None else (own, False)
-
-    def restore(self, state: Any) -> None:
-        """Load the dataset's state."""
-        if not self._used:
-            self._note_beginning()
-        self._used = True
-        self.source.dataset.load_state_dict(state[0])
-
-    @property
-    def keeper(self) -> Any:
-        """The dataset."""
-        return self.source.dataset
-
     def told_epochs(self) -> list[Any]:
         """The dataset."""
         return [self.source.dataset]
 
-    @property
-    def is_of_unknown_kind(self) -> bool:
-        """It is the user's own."""
-        return True
-
     def current(self, iterator: Iterator[Any]) -> Any:
         """The dataset's state, and whether it has ended."""
         return self.source.dataset.state_dict(), self._ended
-
-    def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
-        """Read each batch under its stream."""
-        return keyed(self._streams, run, iterator.__next__)
 
 
 class WorkersAdapter(WorkerStateAdapter):

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from midepoch.adapters.stateful import private
-from midepoch.adapters.stateful.adapter import StatefulAdapter, has_state, is_of, is_stream
-from midepoch.adapters.stateful.keyed import keyed
+from midepoch.adapters.stateful.adapter import (
+    NO_STREAMS,
+    OF_THE_BATCH,
+    StatefulAdapter,
+    has_state,
+    is_of,
+    is_stream,
+)
 from midepoch.loader.adapter import Options, Reach, Run
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order.keys import TORCH_KEYS, derive_key
@@ -37,9 +43,8 @@ class TorchdataAdapter(StatefulAdapter):
         super().__init__(source, options)
         batches = source.batch_sampler
         self._samplers = [source.sampler, batches, getattr(batches, "sampler", None)]
-        self._streams: Streams | None = None  # both are made by `_make_streams`
-        self._beginning: Streams | None = None
-        self.opening = None  # see `start`
+        self._beginning: Streams | None = None  # it and `streams` are made by `start`, under which they are used
+        self.opening = None
         # A Hugging Face dataset is told of the epoch here too. Its beginning is known without reading.
         self._inside = source.dataset if is_of("datasets", source.dataset) and has_state(source.dataset) else None
         self._inside_first = None if self._inside is None else self._inside.state_dict()
@@ -71,54 +76,47 @@ class TorchdataAdapter(StatefulAdapter):
 
     def capabilities(self) -> Capabilities:
         """Those of torchdata, plus keyed streams where batches are read in this process."""
-        keyed = self.options.streams and self.source.num_workers == 0
-        exact = "numbers drawn while a batch is read are the batch's: exact on the same split"
-        if not keyed:
-            plain = "a DataLoader with shard=False" if is_stream(self.source.dataset) else "a DataLoader"
-            exact = (
-                f"its workers' generators are not restored: wrap {plain} in its place, or draw in then=, whose numbers "
-                "are restored"
-            )
-            if not self.options.streams:
-                exact = "randomness='none': nothing restores the generators that samples draw from"
-        stated = super().capabilities()
-        if self.source.num_workers and not getattr(self.source, "in_order", True):
-            stated = dataclasses.replace(stated, exact_order=_OUT_OF_ORDER)
-        elif stated.exact_order and self._drawn_at_once:
-            order = stated.exact_order
-            why = f"{order.reason}; {self._drawn_at_once} gives its whole order when an epoch begins"
-            stated = dataclasses.replace(stated, exact_order=dataclasses.replace(order, reason=why))
-        augmentations = Capability(keyed, exact)
-        if keyed and self._leaves_the_dataset and find_generators(self.source.dataset)[0]:
-            exact = "as exact as the dataset's own state, which is to restore its generators"
-            augmentations = Capability(True, exact, believed=True)
+        stated, source = super().capabilities(), self.source
+        order, listed = stated.exact_order, [] if source.num_workers or not self.options.streams else self._samplers
+        at_once = [type(each).__name__ for each in _listed(listed) if not hasattr(each, "load_state_dict")]
+        if source.num_workers and not getattr(source, "in_order", True):
+            order = _OUT_OF_ORDER
+        elif at_once:
+            why = f"{order.reason}; {at_once[0]} gives its whole order when an epoch begins"
+            order = dataclasses.replace(order, reason=why)
+        costs = "it skips through its sampler's list, or through its dataset"
+        if self._reads_again:
+            costs = "the dataset is read again from the epoch's start: its state lacks what is read ahead"
         return dataclasses.replace(
             stated,
-            exact_augmentations=augmentations,
-            constant_time_resume=Capability(False, self._costs),
+            exact_order=order,
+            exact_augmentations=self._augmentations(),
+            constant_time_resume=Capability(False, costs),
         )
 
-    @property
-    def _drawn_at_once(self) -> str:
-        """The user's own sampler that `private.begin_sampler` lists; empty if there is none."""
-        own = [] if self.source.num_workers or not self.options.streams else _listed(self._samplers)
-        return next((type(each).__name__ for each in own if not hasattr(each, "load_state_dict")), "")
-
-    @property
-    def _costs(self) -> str:
-        if self._reads_again:
-            return "the dataset is read again from the epoch's start: its state lacks what is read ahead"
-        return "it skips through its sampler's list, or through its dataset"
+    def _augmentations(self) -> Capability:
+        dataset = self.source.dataset
+        if not self.options.streams:
+            return NO_STREAMS
+        if self.source.num_workers:
+            plain = "a DataLoader with shard=False" if is_stream(dataset) else "a DataLoader"
+            why = f"its workers' generators are not restored: wrap {plain} in its place"
+            return Capability(False, f"{why}, or draw in then=, whose numbers are restored")
+        if self._leaves_the_dataset and find_generators(dataset)[0]:
+            why = "as exact as the dataset's own state, which is to restore its generators"
+            return Capability(True, why, believed=True)
+        return OF_THE_BATCH
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """Start under the epoch's stream, which also seeds its own generators."""
         if self._beginning is None and self.options.streams:
-            self._make_streams()
+            called = [self.source.collate_fn] if self._leaves_the_dataset else self.drawing()
+            drawn_at_once = [] if self.source.num_workers else _listed(self._samplers)
+            self._beginning = Streams(*called, *drawn_at_once)
+            if not self.source.num_workers:  # whose batches are read in this process
+                self.streams = Streams(*called)
         if state is not None and (self._reads_again or private.counts_only(state)):
             return self._read_again(run)
-        for each in (*self._samplers, *self._dataset_to_tell):
-            if callable(tell := getattr(each, "set_epoch", None)):
-                tell(run.epoch)  # the loader that was wrapped is told in its place
         if self._inside is not None and state is None:
             self._inside.load_state_dict(self._inside_first)
         if state is None and self.rewinds and private.starts_kept_workers(self.source):
@@ -126,22 +124,18 @@ class TorchdataAdapter(StatefulAdapter):
             self._start_seeded(run, None)
         return self._start_seeded(run, state)
 
-    def _make_streams(self) -> None:
-        source = self.source
-        called = [source.collate_fn] if self._leaves_the_dataset else [source.dataset, source.collate_fn]
-        self._streams = Streams(*called)
-        self._beginning = Streams(*called, *([] if source.num_workers else _listed(self._samplers)))
-
     def told_epochs(self) -> list[Any]:
         """Samplers of the user's own, and a dataset that is only iterated."""
         streams = self._inside is None and is_stream(self.source.dataset)
         return [*private.own_samplers(self._samplers), *([self.source.dataset] if streams else [])]
 
-    @property
-    def _dataset_to_tell(self) -> tuple[Any, ...]:
-        """The dataset, unless worker processes keep a copy of it: Hugging Face's reaches those, too."""
+    def tell_the_epoch(self, epoch: int) -> None:
+        """Tell all that may be told: the loader that was wrapped is told in its place."""
+        # Kept worker processes have a copy of the dataset. Hugging Face's reaches those, too.
         kept = self.source.persistent_workers and self._inside is None
-        return () if kept else (self.source.dataset,)
+        for each in (*self._samplers, *([] if kept else [self.source.dataset])):
+            if callable(tell := getattr(each, "set_epoch", None)):
+                tell(epoch)
 
     def _start_seeded(self, run: Run, state: Any) -> Iterator[Any]:
         if self._beginning is None:
@@ -165,7 +159,7 @@ class TorchdataAdapter(StatefulAdapter):
         torchdata does the same for a dataset without a state, but counts it twice in the states that it gives later.
         """
         iterator = self.start(run, None)
-        read = keyed(self._read_here, dataclasses.replace(run, position=0), iterator.__next__)
+        read = self.reading(dataclasses.replace(run, position=0), iterator)
         for _ in range(run.position // run.world.world_size):
             read()
         return iterator
@@ -173,15 +167,6 @@ class TorchdataAdapter(StatefulAdapter):
     def current(self, iterator: Iterator[Any]) -> Any:
         """The loader's state; none where the epoch is read again from its start."""
         return {} if self._reads_again else super().current(iterator)
-
-    def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
-        """Read each batch under its stream, if it is read in this process."""
-        return keyed(self._read_here, run, iterator.__next__)
-
-    @property
-    def _read_here(self) -> Streams | None:
-        """Of batches that are read in this process."""
-        return None if self.source.num_workers else self._streams
 
 
 _OUT_OF_ORDER = Capability(
@@ -233,9 +218,8 @@ class NodesAdapter(StatefulAdapter):
         self._own = private.held_by_nodes(nodes)
         drawing = [] if self._ahead else _listed(self._samplers)
         self._opening = Streams(*self._own, *drawing) if options.streams else None
-        self._untold = private.untold_draws(nodes)
         self._out_of_order = private.gives_out_of_order(nodes)
-        self._streams = Streams(*self._own) if options.streams and not self._ahead else None
+        self.streams = Streams(*self._own) if options.streams and not self._ahead else None
 
     @classmethod
     def recognises(cls, source: object) -> bool:
@@ -248,35 +232,25 @@ class NodesAdapter(StatefulAdapter):
 
     def capabilities(self) -> Capabilities:
         """Those of any state, plus keyed streams where batches are read in this thread."""
-        stated = super().capabilities()
-        if self._streams is not None:
-            exact = Capability(True, "numbers drawn while a batch is read are the batch's: exact on the same split")
-        elif self._opening is None:
-            exact = Capability(False, "randomness='none': nothing restores the generators that nodes draw from")
-        else:
+        stated, exact = super().capabilities(), OF_THE_BATCH
+        if self._opening is None:
+            exact = NO_STREAMS
+        elif self._ahead:
             why = f"{self._ahead} reads ahead, and torchdata does not restore the generators that it draws from"
-            exact = Capability(False, f"{why}: {self.instead(order=False)}")
-        order = stated.exact_order
-        own = [type(each).__name__ for each in self._samplers if not type(each).__module__.startswith("torch.")]
-        # A trial, after the first batch, sees nothing of these.
-        if self._out_of_order:
-            order = _OUT_OF_ORDER
-        elif self._ahead and own and order:
-            why = f"as exact as the order of {own[0]}, if that does not depend on the global generators: {self._ahead}"
-            order = Capability(True, f"{why} reads it in a thread", believed=True)
-        elif self._untold and order:
-            why = f"as exact as {self._untold}, if that draws no random numbers: torchdata reads it again to its place"
-            order = Capability(True, why, believed=True)
+            exact = Capability(False, f"{why}: {self.cure}")
+        # Of what has no state of its own, torchdata reads again what was read, which a trial of one place does not see.
+        order = _OUT_OF_ORDER if self._out_of_order else dataclasses.replace(stated.exact_order, believed=True)
         return dataclasses.replace(stated, exact_order=order, exact_augmentations=exact)
 
-    def instead(self, order: bool) -> str:
+    @property
+    def cure(self) -> str:
         """Of nodes that read ahead. Those that do not lose nothing to the state."""
         if not self._ahead:
-            return super().instead(order)
-        without = f"leave out what reads ahead ({self._ahead}; a Mapper in place of a ParallelMapper)"
-        if order:
-            return f"let the sampler's order follow from a seed alone, or {without}"
-        return f"{without}, or draw in then=, whose numbers are restored"
+            return super().cure
+        return (
+            f"leave out what reads ahead ({self._ahead}; a Mapper in place of a ParallelMapper), or let the sampler's "
+            "order follow from a seed alone, and draw in then=, whose numbers are restored"
+        )
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """Start under the epoch's stream, which also seeds the samplers' own generators."""
@@ -292,7 +266,3 @@ class NodesAdapter(StatefulAdapter):
             if not self._ahead:
                 private.begin_samplers(self.source)
         return iterator
-
-    def reading(self, run: Run, iterator: Iterator[Any]) -> Callable[[], Any]:
-        """Read each batch under its stream, if it is read in this thread."""
-        return keyed(self._streams, run, iterator.__next__)
