@@ -996,12 +996,6 @@ class SaysItWhileItIsRead(Plain):
         self.begins = state["place"]
 
 
-class Slow(Plain):
-    def state_dict(self) -> dict[str, Any]:
-        time.sleep(0.1)
-        return super().state_dict()
-
-
 def plain(kind: Any, batch_size: int = 4, **options: Any) -> Loader:
     return wrap(DataLoader(kind(), batch_size, num_workers=1, collate_fn=list), seed=1, **options)
 
@@ -1082,13 +1076,11 @@ def test_a_dataset_in_workers_may_say_its_state_only_while_it_is_read() -> None:
             assert [batch[0] for batch in resumed] == list(range(4 * cut + 1, 61, 4))
 
 
-def test_a_state_that_takes_long_does_not_come_with_each_batch() -> None:
-    state = saved_after(12, Slow)
-    (slot,) = json.loads(json.loads(state["detail"])["part"][8:])[1]
-    assert slot[3] >= 4
-    with plain(Slow) as resumed:
-        resumed.load_state_dict(state)
-        assert [batch[0] for batch in resumed] == [49, 53, 57]
+def test_a_large_state_in_workers_does_not_come_with_each_batch() -> None:
+    with counting(2, held=9000) as loader:
+        taken(loader, 7)
+        first = json.loads(json.loads(loader.state_dict()["detail"])["part"][8:])[1][0]
+    assert len(first[0]) > 10_000 and first[3] > 1
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -1644,7 +1636,7 @@ PLACES: dict[str, Callable[[], Any]] = {
     "ends once more, DataLoader, a worker": lambda: DataLoader(EndsOnceMore(), 4, num_workers=1),
     "ends once more, and draws late, DataLoader": lambda: DataLoader(EndsOnceMore(7), 2),
 }
-BELIEVED_PLACES = r".*(nodes|StatefulDataLoader, workers|replayed|with a shuffle buffer)|Grain DataLoader"
+BELIEVED_PLACES = r".*(nodes|StatefulDataLoader, workers)|Grain DataLoader"
 
 
 @pytest.mark.parametrize("name", PLACES)
@@ -1655,7 +1647,7 @@ def test_every_place_of_two_epochs_is_continued_from(name: str) -> None:
     given, promised = every_place(PLACES[name], (1, 3, 4) if slow else ())
     assert len(set(given)) > 1
     order = promised.exact_order
-    assert order and order.believed == bool(re.match(BELIEVED_PLACES, name)), order
+    assert order and ("read again" in order.reason or order.believed == bool(re.match(BELIEVED_PLACES, name))), order
 
 
 @pytest.mark.parametrize("name", TOLD_THE_EPOCH)

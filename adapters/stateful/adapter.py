@@ -51,8 +51,7 @@ class StatefulAdapter(Adapter):
 
     name: ClassVar[str] = "stateful"
     facts = Facts("batch", remembers=False)
-    reach = Reach.STATES  # `EPOCHS` where epochs follow from their number, and not from what was read before
-    rewinds: bool = False  # iterating the source starts an epoch, whatever others have read from it
+    reach = Reach.STATES  # `EPOCHS` where iterating the source begins an epoch, whatever was read before
     how_to_divide: ClassVar[str] = "Give each rank its own part"
 
     def __init__(self, source: Any, options: Options) -> None:
@@ -255,8 +254,9 @@ class StatefulAdapter(Adapter):
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """The source's own iterator from `state` on; None starts the epoch."""
-        first = not self._used and not self.rewinds
-        if state is None and self._used and run.epoch == 0 and not self.rewinds:
+        goes_on = self.reach is Reach.STATES
+        first = goes_on and not self._used
+        if goes_on and self._used and state is None and run.epoch == 0:
             state = self.very_beginning()
         self._used = True
         if state is not None:

@@ -74,7 +74,6 @@ class GrainAdapter(StatefulAdapter):
 
     name: ClassVar[str] = "grain"
     reach = Reach.EPOCHS
-    rewinds = True
     how_to_divide = "Pass ShardOptions to a sampler, or slice a MapDataset, as in dataset[rank::world_size]"
 
     def __init__(self, source: Any, options: Options) -> None:

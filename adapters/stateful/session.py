@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from midepoch.errors import SourceError, StateError
-from midepoch.loader.adapter import Run, Session
+from midepoch.loader.adapter import Reach, Run, Session
 from midepoch.order.keys import derive_key, extend_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.state.codec import decode, encode
@@ -23,7 +23,7 @@ class _Adapter(Protocol):
     """What a session asks of its adapter, which outlives it."""
 
     source: Any
-    rewinds: bool
+    reach: Reach
     opening: Streams | None
     is_at: str
 
@@ -163,7 +163,7 @@ class StatefulSession(Session):
             return self._run.detail.removeprefix(ENDED)
         if self._end is None:
             self._finish()
-            self._end = "" if self._adapter.rewinds else encode(self._adapter.current(self._iterator))
+            self._end = "" if self._adapter.reach is Reach.EPOCHS else encode(self._adapter.current(self._iterator))
             self._adapter.is_at = self._end
         return self._end
 

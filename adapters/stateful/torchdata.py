@@ -49,9 +49,9 @@ class TorchdataAdapter(StatefulAdapter):
         self._inside = source.dataset if is_of("datasets", source.dataset) and has_state(source.dataset) else None
         self._inside_first = None if self._inside is None else self._inside.state_dict()
         # Another dataset with a state of its own goes on from where it stands, so it has to be led back.
-        self.rewinds = self._inside is not None or not has_state(source.dataset)
-        self.reach = Reach.EPOCHS if self.rewinds else Reach.STATES
-        self._leaves_the_dataset = not self.rewinds  # whose state is believed to restore its own generators
+        # Its state is believed to restore its own generators.
+        self._leaves_the_dataset = self._inside is None and has_state(source.dataset)
+        self.reach = Reach.STATES if self._leaves_the_dataset else Reach.EPOCHS
         # What a shuffle buffer, or a worker process, has read ahead is not in the state of such a dataset.
         buffered = self._inside is not None and private.has_shuffle_buffer(self._inside) is not False
         self._reads_again = self._inside is not None and (buffered or private.has_workers(source))
@@ -119,7 +119,7 @@ class TorchdataAdapter(StatefulAdapter):
             return self._read_again(run)
         if self._inside is not None and state is None:
             self._inside.load_state_dict(self._inside_first)
-        if state is None and self.rewinds and private.starts_kept_workers(self.source):
+        if state is None and self.reach is Reach.EPOCHS and private.starts_kept_workers(self.source):
             # Later passes begin by a reset, and a reset draws another order than the start of workers.
             self._start_seeded(run, None)
         return self._start_seeded(run, state)
