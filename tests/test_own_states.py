@@ -1800,11 +1800,11 @@ def test_a_batch_takes_few_calls(name: str) -> None:
     sys.setprofile(None)
     theirs = ("C next", "_batches", "next")  # calls of the source
     steady = {called: count / 100 for called, count in counted.items() if called not in theirs}
-    expected = {"__next__": 1, "take": 1, "count": 1, "C append": 1}
+    assert steady["take"] == 1
     if name in SEEDED:  # numpy's calls of C are not counted
-        assert steady == steady | expected | {"start": 1, "C manual_seed": 1} and sum(steady.values()) <= 27
+        assert steady["start"] == steady["C manual_seed"] == 1 and sum(steady.values()) <= 26
     else:
-        assert steady == expected
+        assert sum(steady.values()) <= 3, steady
 
 
 # --- grain's own test of checkpoints ---
