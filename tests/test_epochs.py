@@ -905,19 +905,14 @@ def test_the_end_of_a_body_is_told_where_no_loop_ends_it(tmp_path: Path) -> None
     assert got == expected[1]
 
 
-PASSES: dict[str, Any] = {"empty": {}, "open": [], "left": [], "lead": None, "within": [], "ahead": [], "unknown": ""}
+RECORD: dict[str, Any] = {"empty": {}, "open": [], "left": [], "lead": None, "within": [], "ahead": [], "unknown": "",
+                          "epoch": 0, "ends": False}  # fmt: skip
 
 
-@pytest.mark.parametrize("content", [3, {}, {"epoch": -1, "passes": PASSES, "ends": False},
-                                     {"epoch": 0, "passes": {}, "ends": False, "more": 1},
-                                     {"epoch": 0, "passes": PASSES | {"empty": {"other": 1}}, "ends": False},
-                                     {"epoch": 0, "passes": PASSES | {"empty": {"data": "1"}}, "ends": False},
-                                     {"epoch": 0, "passes": PASSES | {"left": ["other"]}, "ends": False},
-                                     {"epoch": 0, "passes": PASSES | {"open": "data"}, "ends": False},
-                                     {"epoch": 0, "passes": PASSES | {"lead": 3}, "ends": False},
-                                     {"epoch": 0, "passes": PASSES | {"unknown": None}, "ends": False},
-                                     {"epoch": 0, "passes": PASSES | {"new": 1}, "ends": False},
-                                     {"epoch": 0, "passes": PASSES, "ends": None}])  # fmt: skip
+@pytest.mark.parametrize("content", [3, None, {}, RECORD | {"epoch": -1}, RECORD | {"new": 1},
+                                     RECORD | {"empty": {"other": 1}}, RECORD | {"empty": {"data": "1"}},
+                                     RECORD | {"left": ["other"]}, RECORD | {"open": "data"}, RECORD | {"lead": 3},
+                                     RECORD | {"unknown": None}, RECORD | {"ends": None}])  # fmt: skip
 def test_a_damaged_record_is_refused_with_everything_as_it_was(content: Any, tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pt"
     Snapshot(path, signals=(), data=shuffled()).save()

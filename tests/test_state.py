@@ -275,15 +275,6 @@ def test_what_differs_is_named_with_both_values() -> None:
     ]
     for loader, state, named in cases:
         assert_refused(loader, state, StateMismatchError, *named)
-    assert_refused_by_fingerprint()
-
-
-def assert_refused_by_fingerprint() -> None:
-    saved = make_loader(fingerprint="train-1").state_dict()
-    loader = make_loader(fingerprint="train-2")
-    with pytest.raises(StateMismatchError, match=r"fingerprint.*train-1.*train-2"):
-        loader.load_state_dict(saved)
-    make_loader(fingerprint="train-1").load_state_dict(saved)
 
 
 def test_a_seed_that_was_not_stated_gives_way() -> None:

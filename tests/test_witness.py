@@ -215,133 +215,10 @@ def test_a_curriculum_is_no_other_data(inside: str) -> None:
         assert read(resumed, 2) == whole[8:]
 
 
-class Texts(Dataset[Any]):
-    """Texts of numbers, in some order."""
-
-    def __init__(self, of_number: Callable[[int], Any], numbers: list[int]) -> None:
-        self.of_number, self.numbers = of_number, numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.of_number(self.numbers[index])
-
-
-def resumed_over(before: Callable[[int], Any], now: Callable[[int], Any], reordered: bool = False) -> list[Any]:
-    """The rest of an epoch that was begun over `before`."""
-    saved_from = midepoch.wrap(DataLoader(Texts(before, list(range(11, 11 + SIZE))), 4, collate_fn=as_it_is), seed=1)
-    next(iter(saved_from))
-    numbers = list(range(11, 11 + SIZE))
-    dataset = Texts(now, numbers[::-1] if reordered else numbers)
-    loader = midepoch.wrap(DataLoader(dataset, 4, collate_fn=as_it_is), seed=1)
-    loader.load_state_dict(saved_from.state_dict())
-    return list(loader)
-
-
-# Each has the same text after its last slash.
-TEXTS: dict[str, Callable[[int], Any]] = {
-    "a conversation": lambda number: f"<s>user: what is {number} + {number}? assistant: {2 * number}</s>",
-    "markup": lambda number: json.dumps({"number": number, "type": "text/plain"}),
-    "a command": lambda number: f"/imagine {number} cats and/or dogs",
-    "a relative path": lambda number: f"{number}/of a row.png",
-    "a picture as base64": lambda number: "/9j/" + f"{number}4AAQSkZ/RgABA" * 50 + "/2Q==",
-}
-
-
-@pytest.mark.parametrize("kind", TEXTS)
-def test_texts_in_another_order_are_other_samples(kind: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(resumed_over(TEXTS[kind], TEXTS[kind])) == 7
-    with pytest.raises(StateMismatchError, match="another one"):
-        resumed_over(TEXTS[kind], TEXTS[kind], reordered=True)
-
-
-# Of each, nothing else is another one.
-KEYS: dict[str, Callable[[int], Any]] = {
-    "a counter": lambda number: Counter({number: 1}),
-    "a counter of many": lambda number: Counter({20 * number + each: 1 for each in range(20)}),
-    "keys that are paths": lambda number: {f"/data/{number}.png": 1},
-    "keys behind the first": lambda number: {**dict.fromkeys(range(-100, 0), 1), number + 1: 0},
-    "a large set": lambda number: set(range(10_000 * number, 10_000 * number + 5_000)),
-}
-
-
-@pytest.mark.parametrize("kind", KEYS)
-def test_other_keys_and_members_are_other_samples(kind: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(resumed_over(KEYS[kind], KEYS[kind])) == 7
-    with pytest.raises(StateMismatchError, match="another one"):
-        resumed_over(KEYS[kind], KEYS[kind], reordered=True)
-
-
-@pytest.mark.filterwarnings("error")
-def test_keys_in_another_order_or_on_another_mount_are_no_other_sample() -> None:
-    def of(mount: str, order: int) -> Callable[[int], Any]:
-        return lambda number: dict.fromkeys([f"{mount}/{number + each}.png" for each in range(9)][::order], 1)
-
-    assert len(resumed_over(of("/mnt/a", 1), of("/data/b", -1))) == 7
-
-
-def long(kind: str, number: int) -> Any:
-    words = ["<s>"] * 50 + [f"word {number}"] + ["</s>"] * 50
-    if kind == "list":
-        return words
-    if kind == "object array":
-        return np.array(words, dtype=object)
-    return dict(enumerate(["<s>"] * 50 + words))
-
-
-@pytest.mark.parametrize("kind", ["list", "object array", "dict"])
-def test_the_middle_of_long_containers_counts(kind: str) -> None:
-    of = functools.partial(long, kind)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(resumed_over(of, of)) == 7
-    with pytest.raises(StateMismatchError, match=r"another one .*\(.*(\[|a part after the first 11).*\)"):
-        resumed_over(of, of, reordered=True)
-
-
 def test_rows_that_are_not_looked_at_are_named() -> None:
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     assert summary_of(arrow.table({"number": list(range(64))})).unseen == ()
     assert summary_of(arrow.table({"number": list(range(65))})).unseen == ("Table after its first 64 rows",)
-
-
-# Of each, only the last component counts, which is the same.
-SAME_NAMES: dict[str, Callable[[int], Any]] = {
-    "an address": lambda number: f"https://example.org/{number}/full.jpg",
-    "a path": lambda number: f"/data/{number}/image.png",
-    "a path of Windows": lambda number: f"D:\\data\\{number}\\image.png",
-    "a path by its type": lambda number: Path(f"/data/{number}/x.png"),
-    "a relative path by its type": lambda number: Path(f"data/{number}/x.png"),
-}
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("kind", SAME_NAMES)
-def test_of_a_path_the_folders_do_not_count(kind: str) -> None:
-    assert len(resumed_over(SAME_NAMES[kind], SAME_NAMES[kind], reordered=True)) == 7
-
-
-# Behind another mount, each is the same.
-PATHS: dict[str, Callable[[str, int], Any]] = {
-    "flat": lambda mount, number: f"{mount}/{number:05d}.png",
-    "of a class": lambda mount, number: f"{mount}/cats/fluffy.png",
-    "of a folder each": lambda mount, number: f"{mount}/{number}/image.png",
-    "with spaces": lambda mount, number: f"{mount}/my pictures/IMG {number:04d}.png",
-    "by its type": lambda mount, number: Path(f"{mount}/{number}.png"),
-}
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("mounts", [("/mnt/a", "/tmp/job-98765/data"), ("/mnt/a", "s3://bucket"), ("C:/a", "//host/b")])
-@pytest.mark.parametrize("kind", PATHS)
-def test_paths_on_another_mount_are_no_other_samples(kind: str, mounts: tuple[str, str]) -> None:
-    one, other = (functools.partial(PATHS[kind], mount) for mount in mounts)
-    assert len(resumed_over(one, other)) == 7
 
 
 def test_samples_that_are_named_by_text_are_compared_within_their_epoch() -> None:
@@ -827,6 +704,31 @@ PAIRS: dict[str, tuple[Any, Any, str]] = {
     "the twentieth of many": (list("a" * 20), [*"a" * 19, "b"], "another"),
     "the thousandth of many": (list("a" * 1000), [*"a" * 999, "b"], "another"),
     "objects": (Fraction(1, 2), Fraction(1, 3), "another"),
+    "a counter": (Counter({1: 1}), Counter({2: 1}), "another"),
+    "a counter of many": (Counter(range(20)), Counter(range(20, 40)), "another"),
+    "keys that are paths": ({"/data/1.png": 1}, {"/data/2.png": 1}, "another"),
+    "keys behind the first": (dict.fromkeys(range(101), 1), dict.fromkeys([*range(100), 101], 1), "another"),
+    "keys in another order, on another mount": (
+        dict.fromkeys(("/a/1.png", "/a/2.png"), 1), dict.fromkeys(("/b/c/2.png", "/b/c/1.png"), 1), "the same",
+    ),
+    "a large set": (set(range(5000)), set(range(9000, 14_000)), "another"),
+    "the middle of an object array": (
+        np.array(["<s>"] * 50 + ["a"] + ["</s>"] * 50, object), np.array(["<s>"] * 50 + ["b"] + ["</s>"] * 50, object),
+        "another",
+    ),
+    # Texts whose ends are the same after a slash, and which are no paths.
+    "a conversation": ("<s>user: 1 + 1? assistant: 2</s>", "<s>user: 1 + 2? assistant: 3</s>", "another"),
+    "markup": ('{"number": 1, "type": "text/plain"}', '{"number": 2, "type": "text/plain"}', "another"),
+    "a command": ("/imagine 1 cats and/or dogs", "/imagine 2 cats and/or dogs", "another"),
+    "a relative path": ("1/of a row.png", "2/of a row.png", "another"),
+    "a picture as base64": ("/9j/" + "1SkZ/" * 150 + "/2Q==", "/9j/" + "2SkZ/" * 150 + "/2Q==", "another"),
+    # Of a path, only the last component counts: the folders may be the mount.
+    "an address": ("https://example.org/1/full.jpg", "s3://bucket/2/full.jpg", "the same"),
+    "a path": ("/data/1/image.png", "/mnt/job-2/image.png", "the same"),
+    "a path with spaces": ("/data/my pictures/IMG 1.png", "//host/b/IMG 1.png", "the same"),
+    "a path of Windows": ("D:\\data\\1\\image.png", "C:/image.png", "the same"),
+    "a path by its type": (Path("/data/1/x.png"), Path("data/2/x.png"), "the same"),
+    "a path to another file": ("/data/1.png", "/data/2.png", "another"),
 }  # fmt: skip
 
 

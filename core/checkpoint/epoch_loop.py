@@ -47,8 +47,8 @@ class EpochLoop:
     def record(self, ends: bool = False) -> BodyRecord:
         """Of a snapshot that is saved now. `ends`: after an epoch's last batch."""
         if self.body is not None:
-            return BodyRecord(self.epoch, self.body.record())
-        record = self.resumed or BodyRecord(self.epoch, self._between)
+            return BodyRecord.of(self.epoch, self.body.record())
+        record = self.resumed or BodyRecord.of(self.epoch, self._between)
         return replace(record, ends=ends and self.epoch is None)
 
     def load(self, record: BodyRecord) -> None:
@@ -71,7 +71,7 @@ class EpochLoop:
         progress = {name: loader._progress for name, loader in self.loaders().items()}
         if any(each.body is not None for each in progress.values()):
             raise MidepochError(RUNNING)
-        record = (self.resumed or BodyRecord()).passes if first else self._between
+        record = self._between if not first else self.resumed or Record()
         body = Body(progress, record, self._ended, left=self.was_left)
         for name, each in progress.items():
             each.enter_body(body, name not in record.left if first else None)
@@ -124,7 +124,7 @@ class EpochLoop:
     def leave(self) -> None:
         """The loop was left, perhaps within a body, or has come to its end. Another one continues here."""
         if self.body is not None:
-            self.resumed, self.was_left = BodyRecord(self.epoch, self.body.record(interrupted=True)), True
+            self.resumed, self.was_left = BodyRecord.of(self.epoch, self.body.record(interrupted=True)), True
         self.body = self._ended = self._read_at_save = None
         for loader in self.loaders().values():
             loader._progress.body = None

@@ -109,7 +109,7 @@ class Agreement:
             group = self._sending
         return Ranks(torch.distributed.get_rank(group), size, group)
 
-    def should_stop(self, ranks: Ranks, step: int, signalled: bool, where: str, now: bool = False) -> bool:
+    def should_stop(self, ranks: Ranks, step: int, signalled: bool, where: str) -> bool:
         """Whether the ranks agree, after this step, that some rank has received a signal. False between questions.
 
         Args:
@@ -117,14 +117,13 @@ class Agreement:
             step: how often this was called, or would have been.
             signalled: this rank has received a signal.
             where: this rank is, in the training loop.
-            now: ask, whatever the step.
 
         Raises:
             MidepochError: the ranks are not at the same place.
         """
         if ranks.size == 1:
             return signalled  # and `next_step` stays as it is: nobody has to be asked again
-        if not now and self.next_step != NEVER and step < self.next_step:
+        if self.next_step != NEVER and step < self.next_step:
             return False
         last, before = self._last
         seconds = (time.monotonic() - before) / (step - last) if before and step > last else 0.0  # per step

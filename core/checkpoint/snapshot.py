@@ -246,9 +246,9 @@ class Snapshot:
             raise MidepochError(RUNNING)
         if not self._was_loaded:
             self._load()
-        if loop.resumed is not None and loop.resumed.passes.unknown:
+        if loop.resumed is not None and loop.resumed.unknown:
             raise SnapshotError(
-                f"the body that was left cannot be resumed: {loop.resumed.passes.unknown}. Start this process again, "
+                f"the body that was left cannot be resumed: {loop.resumed.unknown}. Start this process again, "
                 "which resumes from the snapshot, and read the loaders as one, with midepoch.combine"
             )
         first = loop.first_epoch()
@@ -273,12 +273,11 @@ class Snapshot:
         assert body is not None  # that of the loop which calls this
         loop.finish(body)
         where = f"is at the end of the body, after step {self.steps}, {loop.record()}"
-        stop = self._agreement.should_stop(ranks, self.steps, bool(self._signals.received), where, now=True)
         # An abandoned iterator may be freed later on one rank than on another.
-        continues = self._agreement.meet(ranks, where, float(loop.end(body)))[0]
+        stop, continues = self._agreement.meet(ranks, where, float(bool(self._signals.received)), float(loop.end(body)))
         if continues:
             # Nobody knows whether the next body goes on with that pass or begins another one; its first step will.
-            self._owes_a_save = self._owes_a_save or stop
+            self._owes_a_save = self._owes_a_save or bool(stop)
             self._due, self._agreement.next_step = 0, NEVER
         elif stop or self._owes_a_save:
             self._save(0)
@@ -290,7 +289,7 @@ class Snapshot:
         loop = self._loop
         # Whoever leaves on a signal has saved after that batch.
         if loop.was_left and loop.resumed is not None and not self._signals.kept and not self._agreement.ranks().rank:
-            going = " and ".join(loop.resumed.passes.open)  # which may have been left on purpose
+            going = " and ".join(loop.resumed.open)  # which may have been left on purpose
             _logger.warning(
                 "the body of epoch %s was left before its end: %s with %sthe rest of the body from its beginning",
                 loop.epoch,
@@ -415,7 +414,7 @@ class Snapshot:
     def _tell_of_missing_body(self) -> None:
         """Warn that the program may leave out what followed the last batch of an epoch."""
         resumed, self._loop.resumed = self._loop.resumed, None
-        if resumed is not None and (resumed.ends or any(resumed.passes.empty.values())):
+        if resumed is not None and (resumed.ends or any(resumed.empty.values())):
             warn(
                 f"{self.path} was saved after the last batch of an epoch. If your loop did more in that epoch (a "
                 "validation, schedule.step()), the resumed run leaves it out: write `for epoch in snapshot.epochs(n):` "
