@@ -31,7 +31,7 @@ REFUSED = {
 
 def examine(make: Callable[..., Any], **how: Any) -> tuple[str, str]:
     report = check_resumable(
-        make, laws=["transparent"], identify=sources.identify, timeout=60, raise_on_failure=False, **how
+        make, laws=["transparent"], identify=sources.identify, timeout=240, raise_on_failure=False, **how
     )
     return report["transparent"].status, str(report)
 

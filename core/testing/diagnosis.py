@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
-import linecache
 import os
 import random
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,10 +189,5 @@ def _is_users(file: str) -> bool:
 
 def _users_line(frame: FrameType | None) -> str:
     """File, number and text of the innermost line that is neither a library's nor midepoch's; '' if there is none."""
-    while frame is not None:
-        file = os.path.realpath(frame.f_code.co_filename)
-        if _is_users(file):
-            line = linecache.getline(file, frame.f_lineno).strip()
-            return f"{Path(file).name}:{frame.f_lineno}: {line}"
-        frame = frame.f_back
-    return ""
+    own = (each for each in reversed(traceback.extract_stack(frame)) if _is_users(each.filename))
+    return next((f"{Path(each.filename).name}:{each.lineno}: {each.line}" for each in own), "")

@@ -42,6 +42,7 @@ _ERRORS = "midepoch.errors"
 _OURS = f"{_ERRORS}.MidepochError"
 
 Side = Literal["plain", "wrapped"]
+Kinds = Counter[tuple[str, ...]]
 
 
 @law(
@@ -60,7 +61,7 @@ def transparent(examination: Examination) -> Outcome:
         alone = alone or sides
         if isinstance(sides[0], str):
             return Outcome("not applicable", sides[0])
-        outcomes[str(way)] = _Comparison(examination, way, *sides).judge()
+        outcomes[str(way)] = _judge(examination, way, *sides)
     if isinstance(sides[2], _Reading) and all(each.status == "holds" for each in outcomes.values()):
         outcomes["ranks"] = _compare_ranks(examination, sides[2].departs)
     return combined(outcomes)
@@ -153,8 +154,6 @@ def _read_side(
     reading = _Reading()
     try:
         with _opened(settings, options, way, side, later) as opened:
-            reading.length = _length_of(opened.loader)
-        with _opened(settings, options, way, side, later) as opened:
             _read(settings, opened, side, reading)
     except InapplicableError as reason:
         return str(reason)
@@ -220,7 +219,7 @@ def _length_of(loader: Any) -> int | Failure:
 
 
 def _read(settings: Settings, opened: _Opened, side: Side, reading: _Reading) -> None:
-    reading.departs = opened.departs
+    reading.departs, reading.length = opened.departs, _length_of(opened.loader)
     known = reading.length if isinstance(reading.length, int) else None
     bound = min(record.MOST_BATCHES, _MOST_UNKNOWN if known is None else 4 * known + 100)
     reading.views.append(_visible(opened.source))
@@ -323,43 +322,51 @@ def _plain(path: str, value: Any) -> dict[str, Hashable]:
 # --- comparing --------------------------------------------------------------------------------------------------------
 
 
+def _judge(examination: Examination, way: _Way, plain: Any, again: Any, wrapped: Any) -> Outcome:
+    """Raise the law's error at the first difference between the sides, as `_read_side` has read them."""
+    if isinstance(wrapped, Failure) and _OURS in wrapped.kinds:
+        return Outcome("refused clearly", wrapped.message)
+    for side, what in ((wrapped, "a loader"), (plain, "a plain loader"), (again, "a plain loader")):
+        if isinstance(side, Failure):
+            raise examination.error(f"{what}, {way}", f"{side}\n{side.trace}")
+    if plain.raised is not None and way.num_workers and not any(part.batches for part in plain.passes):
+        return Outcome("not applicable", f"the plain loader raises {plain.raised}")
+    return _Comparison(examination, way, plain, again, wrapped).judge()
+
+
 @dataclass
 class _Comparison:
     """The plain loader, the same under other global seeds, and the wrapped one."""
 
     examination: Examination
     way: _Way
-    plain: _Reading | Failure
-    again: _Reading | Failure
-    wrapped: _Reading | Failure
+    plain: _Reading
+    again: _Reading
+    wrapped: _Reading
     drawn: dict[str, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.departs = frozenset({"order"}) if self.wrapped.departs is None else self.wrapped.departs
+        naming = self.examination.naming
+        self.blind = naming is not None and naming.blind  # samples have no names
 
     def judge(self) -> Outcome:
         """Raise the law's error at the first difference."""
-        one, two, got = self.plain, self.again, self.wrapped
-        if isinstance(got, Failure):
-            if _OURS in got.kinds:
-                return Outcome("refused clearly", got.message)
-            raise self.error("a loader", f"{got}\n{got.trace}")
-        if isinstance(one, Failure) or isinstance(two, Failure):
-            raise self.error("a plain loader", f"{one}")
-        if one.raised is not None and self.way.num_workers and not any(part.batches for part in one.passes):
-            return Outcome("not applicable", f"the plain loader raises {one.raised}")
-        refused = got.raised if got.raised is not None and _OURS in got.raised.kinds else None
-        departs = frozenset({"order"}) if got.departs is None else got.departs
+        plain, wrapped = self.plain, self.wrapped
+        refused = wrapped.raised if wrapped.raised is not None and _OURS in wrapped.raised.kinds else None
         if refused is None:
-            self.lengths(one, got, departs)
-        for epoch, (first, second, mine) in enumerate(zip(one.passes, two.passes, got.passes, strict=False)):
-            if refused is not None and epoch == len(got.passes) - 1:
+            self.lengths()
+        for epoch, passes in enumerate(zip(plain.passes, self.again.passes, wrapped.passes, strict=False)):
+            if refused is not None and epoch == len(wrapped.passes) - 1:
                 break
-            if {one.end(epoch)[0], got.end(epoch)[0]} != {"ended"}:
-                self.unusual_end(epoch, one, two, got, departs)
+            if {plain.end(epoch)[0], wrapped.end(epoch)[0]} != {"ended"}:
+                self.unusual_end(epoch, *passes)
                 break
-            self.batches(epoch, first, second, mine, departs)
-            self.views(epoch + 1, one, two, got)
+            self.batches(epoch, *passes)
+            self.views(epoch + 1)
         if refused is not None:
             return Outcome("refused clearly", refused.message)
-        self.contents(one, two, got)
+        self.contents()
         return Outcome("holds", f"drawn, and so not compared: {', '.join(self.drawn)}" if self.drawn else "")
 
     def error(self, expected: str, got: str, epoch: int | None = None, batch: int | None = None) -> LawError:
@@ -367,36 +374,35 @@ class _Comparison:
         where = "" if self.way == _Way() else f", {self.way}"
         return self.examination.error(f"as the plain loader{where}: {expected}", got, epoch=epoch, batch=batch)
 
-    def lengths(self, one: _Reading, got: _Reading, departs: frozenset[str]) -> None:
+    def lengths(self) -> None:
         """`len`, of fresh loaders. One that the plain loader does not know is the number of batches, or taken back."""
-        plain, mine = one.length, got.length
-        if "tail" in departs or plain == mine or (isinstance(mine, Failure) and _OURS in mine.kinds):
+        plain, mine, wrapped = self.plain.length, self.wrapped.length, self.wrapped
+        if "tail" in self.departs or plain == mine or (isinstance(mine, Failure) and _OURS in mine.kinds):
             return
         if isinstance(plain, Failure):
             unknown = plain.kinds[0] in ("builtins.TypeError", "builtins.NotImplementedError")
             if isinstance(mine, Failure):
                 same = plain.kinds[0] == mine.kinds[0]
             else:
-                same = unknown and (got.unsure or (mine == len(got.passes[0].batches) and not got.endless))
+                counted = mine == len(wrapped.passes[0].batches) and not wrapped.endless
+                same = unknown and (wrapped.unsure or counted)
             if same:
                 return
         texts = (f"raises {each}" if isinstance(each, Failure) else str(each) for each in (plain, mine))
         raise self.error(f"len() {next(texts)}", next(texts), epoch=0)
 
-    def unusual_end(self, epoch: int, one: _Reading, two: _Reading, got: _Reading, departs: frozenset[str]) -> None:
+    def unusual_end(self, epoch: int, first: Pass, second: Pass, mine: Pass) -> None:
         """A pass that has raised, or has not ended, on one side or on both."""
-        first, mine = one.passes[epoch], got.passes[epoch]
-        at = len(mine.batches)
-        plain, again, ours = (each.end(epoch) for each in (one, two, got))
+        at, expected = len(mine.batches), len(first.batches)
+        plain, again, ours = (each.end(epoch) for each in (self.plain, self.again, self.wrapped))
         if plain != ours and not (plain != again and plain[0] == ours[0]):
-            raise self.error(one.ending(epoch), got.ending(epoch), epoch, at)
-        if one.endless:
-            self.sets(epoch, first, two.passes[epoch], mine)
+            raise self.error(self.plain.ending(epoch), self.wrapped.ending(epoch), epoch, at)
+        if self.plain.endless:
+            self.sets(epoch, first, second, mine)
             return
-        expected = len(first.batches)
         common = min(expected, at)
-        comparable = mine.ids[:common] == first.ids[:common] or self.keeps_order(departs)
-        if comparable and expected == len(two.passes[epoch].batches) != at:  # else the end comes at another place
+        comparable = mine.ids[:common] == first.ids[:common] or self.keeps_order()
+        if comparable and expected == len(second.batches) != at:  # else the end comes at another place
             raise self.error(f"{expected} batches before it ends so", f"{at} batches", epoch, at)
 
     def sets(self, epoch: int, first: Pass, second: Pass, mine: Pass) -> None:
@@ -405,12 +411,7 @@ class _Comparison:
         if one == two and one != got and not self.blind:
             raise self.error(f"samples {some(one - got) or 'and no other'}", f"others: {some(got - one)}", epoch, 0)
 
-    @property
-    def blind(self) -> bool:
-        """Whether samples have no names."""
-        return self.examination.naming is not None and self.examination.naming.blind
-
-    def batches(self, epoch: int, first: Pass, second: Pass, mine: Pass, departs: frozenset[str]) -> None:
+    def batches(self, epoch: int, first: Pass, second: Pass, mine: Pass) -> None:
         """The samples of a pass, its batches, and where the source's own order is kept, that."""
         named = [list(map(_kinds, part.batches)) if self.blind else part.ids for part in (first, second, mine)]
         one, two, got = (count(each) for each in named)
@@ -424,55 +425,53 @@ class _Comparison:
             self.drawn["which samples come"] = None
             if one.total() == two.total() != got.total():
                 raise self.error(f"{one.total()} samples", f"{got.total()} samples", epoch)
-        if "tail" not in departs:
-            self.sizes(epoch, first, second, mine, departs)
-            self.shapes(epoch, first, second, mine)
-        if named[0] == named[1] and self.keeps_order(departs):
+        if "tail" not in self.departs:
+            self.sizes(epoch, *([len(ids) for ids in part.ids] for part in (first, second, mine)))
+            self.shapes(epoch, *(Counter(map(_kinds, part.batches)) for part in (first, second, mine)))
+        if named[0] == named[1] and self.keeps_order():
             place = _first_difference(named[0], named[2])
             if place is not None:
                 raise self.error(f"in its own order {named[0][place]}", f"{named[2][place]}", epoch, place)
 
-    def keeps_order(self, departs: frozenset[str]) -> bool:
+    def keeps_order(self) -> bool:
         """Whether the plain loader's order has to be kept: it is stated, or is not drawn, since each pass has it."""
-        if "order" not in departs:
+        if "order" not in self.departs:
             return True
-        if "tail" in departs or not isinstance(self.plain, _Reading) or not isinstance(self.again, _Reading):
-            return False
         first, *others = [part.ids for part in (*self.plain.passes, *self.again.passes)]
-        return not self.blind and len(others) > 1 and all(other == first for other in others)
+        same = len(others) > 1 and all(other == first for other in others)
+        return same and not self.blind and "tail" not in self.departs
 
-    def sizes(self, epoch: int, first: Pass, second: Pass, mine: Pass, departs: frozenset[str]) -> None:
+    def sizes(self, epoch: int, one: list[int], two: list[int], got: list[int]) -> None:
         """The number of batches and their sizes, in their order where that does not follow from the samples'."""
-        one, two, got = ([len(ids) for ids in part.ids] for part in (first, second, mine))
         expected, found = one, got
         if sorted(one) != sorted(two):
             self.drawn["sizes of batches"] = None
             if len(one) != len(two) or len(one) == len(got):
                 return
-        elif one != two or ("order" in departs and len(set(one[:-1])) > 1):
+        elif one != two or ("order" in self.departs and len(set(one[:-1])) > 1):
             expected, found = sorted(one), sorted(got)
         if expected != found:
             place = _first_difference(one, got)
             at = min(len(one), len(got)) if place is None else place
             raise self.error(f"{len(one)} batches of {some(one)}", f"{len(got)} of {some(got)}", epoch, at)
 
-    def shapes(self, epoch: int, first: Pass, second: Pass, mine: Pass) -> None:
+    def shapes(self, epoch: int, one: Kinds, two: Kinds, got: Kinds) -> None:
         """The kinds and shapes of the tensors in batches, whichever batches have them."""
-        one, two, got = (Counter(map(_kinds, part.batches)) for part in (first, second, mine))
         if one == two and one != got:
             here, there = next(iter(one - got), ()), next(iter(got - one), ())
             raise self.error(f"batches of {some(here)}: {one[here]}", f"{got[here]}; of {some(there)}", epoch)
 
-    def views(self, number: int, one: _Reading, two: _Reading, got: _Reading) -> None:
+    def views(self, number: int) -> None:
         """What is left in the sampler and the dataset. Counters of reads may be a little higher."""
-        if not one.views[0] or not got.views[0] or "traces" in (got.departs or ()):
+        before, plain = self.plain.views[0], self.plain.views[number]
+        again, mine = self.again.views[number], self.wrapped.views[number]
+        if not before or not self.wrapped.views[0] or "traces" in self.departs:
             return
-        before, plain, other, mine = one.views[0], one.views[number], two.views[number], got.views[number]
-        batches = sum(len(part.batches) for part in one.passes[:number])
-        largest = max((len(ids) for part in one.passes[:number] for ids in part.ids), default=0)
+        batches = sum(len(part.batches) for part in self.plain.passes[:number])
+        largest = max((len(ids) for part in self.plain.passes[:number] for ids in part.ids), default=0)
         for name, there in plain.items():
             here = mine.get(name)
-            if name in one.epochs or there != other.get(name) or there == here:
+            if name in self.plain.epochs or there != again.get(name) or there == here:
                 continue
             if self.way.num_workers and not re.fullmatch(r"(batch_)?sampler\.\w+", name):
                 continue  # workers have datasets of their own
@@ -484,18 +483,18 @@ class _Comparison:
                     continue
             raise self.error(f"after the pass, {name} is {there!r}", f"{here!r}", number - 1)
 
-    def contents(self, one: _Reading, two: _Reading, got: _Reading) -> None:
+    def contents(self) -> None:
         """Where no sample has two contents in six plain passes, nothing is drawn; each has that content here.
 
         A draw that is rare may show here alone, so a sample must differ in every pass.
         """
-        passes = [*one.passes, *two.passes]
-        fixed, found = contents_of(passes), contents_of(got.passes)
+        passes = [*self.plain.passes, *self.again.passes]
+        fixed, found = contents_of(passes), contents_of(self.wrapped.passes)
         repeated = count(ids for part in passes for ids in part.ids).total() >= 2 * len(fixed)
         if self.blind or not repeated or any(len(each) > 1 for each in fixed.values()):
             return
-        for number, seen in enumerate(got.passes[0].batches):
-            for sample in seen.ids:
+        for number, ids in enumerate(self.wrapped.passes[0].ids):
+            for sample in ids:
                 if sample in fixed and sample in found and found[sample].isdisjoint(fixed[sample]):
                     raise self.error(f"sample {sample} with the same content", "another content", 0, number)
 
