@@ -16,9 +16,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from midepoch.attributes import appearance
 from midepoch.errors import StateCorruptError, StateMismatchError, UnsupportedSourceError, warn
 from midepoch.loader import promises
-from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
+from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session, Why
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.lending import LENDS
+from midepoch.loader.place import Place
 from midepoch.order import MAXIMUM_SIZE, Endless
 from midepoch.order.keys import derive_key
 from midepoch.reading.indexed import MapReader, Samples, map_requests, unchanged
@@ -129,8 +130,8 @@ class MapDataLoaderAdapter(Adapter):
         """A DataLoader that keeps torch's own iteration."""
         return iterates_as_torch(source) and not isinstance(source.dataset, IterableDataset)
 
-    def refresh(self) -> None:
-        """Follow what the training loop has changed in the DataLoader between epochs."""
+    def _follow(self) -> None:
+        """Take over what the training loop has changed in the DataLoader between epochs."""
         parts, known, order = self._parts_now(), self._parts, self._order
         same = parts.sampler is known.sampler
         # What is listed is asked again in each pass. Other orders follow from the sampler's attributes.
@@ -153,28 +154,28 @@ class MapDataLoaderAdapter(Adapter):
         self._take_over()
         self.learned()
 
-    def prepare(self, seed: int, epoch: int) -> None:
-        """The same, and let the sampler of a listed order give its list."""
-        if epoch != self._opened:  # an epoch that goes on has the order with which it began
-            self.refresh()
+    def prepare(self, place: Place, seed: int, why: Why) -> None:
+        """Follow the DataLoader, and list the sampler of a listed order: itself for a pass, otherwise a copy."""
+        if why == "moved":
+            self._opened = None
+            if isinstance(self._order, MaterializedOrder):
+                self._order.moved(place.detail.removeprefix(_OF_THIS) if place.detail.startswith(_OF_THIS) else "")
+            return
+        if place.epoch != self._opened:  # an epoch that goes on has the order with which it began
+            self._follow()
+        order, key = self._order, self._listed_under(seed)
+        if why == "measured":
+            if isinstance(order, MaterializedOrder):
+                order.length(key, place.epoch)
+            return
         if self.source.collate_fn is not self._collate:
             self._server.close()  # workers that are kept have the other one
             self._reader = self._make_reader()
             self.learned()
-        if isinstance(self._order, MaterializedOrder):
-            self._order.begin(self._listed_under(seed), epoch)
-            self.note(self._order.finding)
-
-    def expect(self, seed: int, epoch: int) -> None:
-        """List a copy of the sampler, if only a list tells how many there are."""
-        if isinstance(self._order, MaterializedOrder):
-            self._order.length(self._listed_under(seed), epoch)
-
-    def moved(self, detail: str) -> None:
-        """Let the next pass ask the sampler again, unless it is to go on with a list that is known."""
-        self._opened = None
-        if isinstance(self._order, MaterializedOrder):
-            self._order.moved(detail.removeprefix(_OF_THIS) if detail.startswith(_OF_THIS) else "")
+        if isinstance(order, MaterializedOrder):
+            order.begin(key, place.epoch)
+            self.note(order.finding)
+        self._opened = place.epoch
 
     def __copy__(self) -> MapDataLoaderAdapter:
         """One that knows what the sampler has given."""
@@ -185,6 +186,8 @@ class MapDataLoaderAdapter(Adapter):
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
         """Samples, or batches of a user's batch sampler, in one epoch; None if it does not end."""
+        if epoch != self._opened:
+            self._follow()
         order = self._order
         if isinstance(order, Endless):
             return None
@@ -279,7 +282,6 @@ class MapDataLoaderAdapter(Adapter):
         """Open a session at the run's position."""
         if run.share is None:
             run = replace(run, share=self._share_of(MAXIMUM_SIZE, run.position, run.world))
-        self._opened = run.epoch
         order, listed = self._order, None
         if isinstance(order, MaterializedOrder):
             listed = order.epoch(self._listed_under(run.seed), run.epoch)

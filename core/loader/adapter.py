@@ -25,7 +25,8 @@ from .capabilities import Capabilities, Capability, with_then
 from .place import Place
 
 __all__ = [
-    "MOST_IN_FLIGHT", "Adapter", "Around", "Facts", "Options", "Reach", "Run", "Samples", "Session", "WitnessReport",
+    "MOST_IN_FLIGHT", "Adapter", "Around", "Facts", "Options", "Reach", "Run", "Samples", "Session", "Why",
+    "WitnessReport",
 ]  # fmt: skip
 
 MOST_IN_FLIGHT = 1024  # batches that were handed out and not trained on
@@ -280,6 +281,10 @@ class Around(Protocol):
         """Those of the source, in the object's name."""
 
 
+Why = Literal["opened", "moved", "measured"]
+"""Why an adapter is to prepare for a place."""
+
+
 class Adapter(ABC):
     """One source of one backend.
 
@@ -365,17 +370,15 @@ class Adapter(ABC):
         """Another adapter of the same source, which shares no worker processes with this one."""
         return type(self)(self.source, self.options)
 
-    def refresh(self) -> None:  # noqa: B027  # most adapters ask the source each time
-        """Called between epochs: the place to notice that the source's length has changed."""
+    def prepare(self, place: Place, seed: int, why: Why) -> None:  # noqa: B027  # most adapters need nothing
+        """The place to follow what the training loop has changed, and to build what the epoch's `size` depends on.
 
-    def prepare(self, seed: int, epoch: int) -> None:  # noqa: B027  # most adapters need nothing
-        """Called before a session is opened: the place to build what the epoch's `size` depends on."""
-
-    def expect(self, seed: int, epoch: int) -> None:  # noqa: B027  # most adapters need nothing
-        """Called before a state is built or checked: learn the epoch's `size`, and leave the source as it is."""
-
-    def moved(self, detail: str) -> None:  # noqa: B027  # most adapters need nothing
-        """Called when a load or a seek has led the loader elsewhere, to a place with this detail."""
+        Args:
+            place: (epoch, position) and the detail, as far as it is known.
+            seed: of the epoch's order.
+            why: "opened": a session is about to be opened there. "moved": a load or a seek has led the loader there.
+                "measured": a state is built or checked; the source is left as it is, and so is an epoch that is read.
+        """
 
     @abstractmethod
     def describe(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ from .body import RUNNING, Body, check_epochs, warn_of_done
 from .capabilities import Capabilities
 from .context import RunContext
 from .notebook import table
-from .place import Unknown
+from .place import Place, Unknown
 from .progress import Pass, Progress
 from .source_attributes import BatchSamplerOfSource, SamplerOfSource, SourceAttribute, SourceDataset, refuse_change
 from .states import States
@@ -318,7 +318,7 @@ class Loader:
                 raise ValueError(f"{name} must be an int of at least 0, got {value!r}")
         world = self._context.world()
         if position:
-            self._adapter.expect(self._context.seed(world), epoch)
+            self._adapter.prepare(Place(epoch, position), self._context.seed(world), "measured")
         size = self._adapter.size(self._context.seed(world), epoch, world) if position else None
         if size is not None and position > size:
             raise ValueError(f"position must be at most the epoch's size {size}, got {position}")

@@ -134,14 +134,14 @@ class Part:
 
     def _steps(self, seed: int, place: Place) -> int | None:
         adapter = self.loader._adapter
-        adapter.expect(seed, place.epoch)
+        adapter.prepare(place, seed, "measured")
         share: Share | None = adapter.share(seed, place.epoch, place.position, self.world, place.detail)
         return None if share is None else share.steps
 
     def samples(self, epoch: int) -> Samples | None:
         """The samples of an epoch, if they can be read one by one."""
         adapter, seed = self.loader._adapter, self.loader._context.seed(self.world)
-        adapter.refresh()
+        adapter.prepare(Place(epoch, 0), seed, "measured")
         return adapter.samples(seed, epoch)
 
     # --- where it stands ---
@@ -186,7 +186,6 @@ class Part:
             here = here.after()
         if here[:2] != (epoch, 0):
             here = Place(epoch, 0, adapter.detail_at(here, (epoch, 0), state["seed"], self.world))
-        self.loader._progress.refresh()
         return self.loader._progress.states.build(here, state["seed"], self.world, state.get("witness", ""))
 
     def leave_epoch(self) -> None:

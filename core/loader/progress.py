@@ -250,16 +250,10 @@ class Progress:
 
     def share(self, world: World, epoch: int, position: int) -> Share | None:
         """This rank's batches from (epoch, position) on; None if the length is unknown."""
-        self.refresh()
         detail = self.place.detail if self.reading is None else self.reading.run.detail
         if isinstance(detail, Unknown) or detail is LATER or self.is_at_end:
             detail = ""  # that of the place is not known, or is the next epoch's
         return self.context.adapter.share(self.context.seed(world), epoch, position, world, detail)
-
-    def refresh(self) -> None:
-        """Take over a new length of the dataset, unless an epoch is being read."""
-        if self.reading is None and not self.position:
-            self.context.adapter.refresh()
 
     def steps_left(self) -> int | None:
         """Batches left in this epoch on this rank; None if unknown."""
@@ -289,7 +283,6 @@ class Progress:
         """The state at a place."""
         context, reading = self.context, self.reading
         world = context.world() if reading is None else reading.run.world
-        self.refresh()
         if why := context.adapter.unreachable(place):
             warn(f"{why}. Save after a batch: no other loader can load this state")
         last_read = place.epoch if place.position else place.epoch - 1
@@ -324,8 +317,9 @@ class Progress:
 
     def move(self, place: Place, state: State | None = None) -> None:
         """Be at `place`, which counts as committed where commits are used. `state`: its state, if that is known."""
+        seed = self.context.seed(self.context.world()) if state is None else state["seed"]
         self.put(place)
-        self.context.adapter.moved(place.detail)
+        self.context.adapter.prepare(place, seed, "moved")
         self.keep(place, (state or self.state_at(place)) if self.committed is not None else None)
 
     def put(self, place: Place) -> None:
@@ -411,7 +405,7 @@ class Progress:
         return latest is not None and latest.resharded
 
     def _prepared_share(self, place: Place, seed: int, world: World) -> Share | None:
-        self.context.adapter.prepare(seed, place.epoch)
+        self.context.adapter.prepare(place, seed, "opened")
         return self.context.adapter.share(seed, place.epoch, place.position, world, place.detail)
 
     def suspend(self, bookmark: Any = None) -> None:

@@ -73,7 +73,7 @@ class States:
             begins = place.after() if place.at_end else place
             detail = adapter.detail_at(begins, begins[:2], seed, world)
         if not place.at_end:
-            adapter.expect(seed, place.epoch)
+            adapter.prepare(place, seed, "measured")
         if adapter.changes != self._described_at:
             self._describe()
         own, size = not adapter.rank_independent, place.position if place.at_end else None
@@ -110,13 +110,12 @@ class States:
         # Of what each rank knows for itself, `rank_part` says which worlds can share it.
         if inside and adapter.rank_independent and not adapter.elastic and checked["world_size"] != world.world_size:
             adapter.refuse_world(checked["world_size"], world)
-        adapter.refresh()
+        adapter.prepare(Place(checked["epoch"], checked["position"]), checked["seed"], "measured")
         if adapter.changes != self._described_at:
             self._describe()
         states.compare_fingerprints(checked["fingerprint"], self._fingerprint)
         self._warn_of_package(checked["fingerprint"])
         place = self.place(checked, world)
-        adapter.expect(checked["seed"], place.epoch)
         size = adapter.size(checked["seed"], place.epoch, world, place.detail)
         if size is not None and place.position > size:
             _mismatch("the size", f"position {place.position}", size, "use the data that it was saved with")

@@ -19,7 +19,7 @@ from ..errors import (
     warn,
 )
 from ..loader import promises
-from ..loader.adapter import Adapter, Facts, Options, Run, Session
+from ..loader.adapter import Adapter, Facts, Options, Run, Session, Why
 from ..loader.capabilities import Capabilities, Capability
 from ..loader.place import Place
 from ..order import MAXIMUM_SIZE
@@ -77,6 +77,7 @@ class IterableAdapter(Adapter):
         self._stream, self._workers, self._collate = stream, workers, collate
         self._samples_in_batch = batch_size
         self._own_streams = options.shard is False
+        self._opened: int | None = None  # the epoch that was opened last, unless the loader was led elsewhere since
         # Each process's own stream may have batches of any size, so batches are counted.
         self.facts = Facts(
             "sample" if collate is not None and not self._own_streams else "batch",
@@ -115,8 +116,8 @@ class IterableAdapter(Adapter):
             check_sharding(samplers[path], each.sharding)
             self._adopt(each)
 
-    def refresh(self) -> None:
-        """Follow another collate function, another exposed sampler, or other data of one of torch's."""
+    def _follow(self) -> None:
+        """Take over another collate function, another exposed sampler, or other data of one of torch's."""
         collate = getattr(self.source, "collate_fn", None) if self._reads_a_dataloader else self._collate
         if collate is not self._collate:
             self._collate = collate
@@ -178,24 +179,31 @@ class IterableAdapter(Adapter):
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
         """The samples that the samplers suffice for. For a replay, the length of the stream, if all ranks share it."""
+        if epoch != self._opened:
+            self._follow()
         if self._driven is not None:
             draws = self._drive(self._driven, seed, detail)
             return self._driven.size(draws, seed, epoch) if draws and self._driven.ends(draws) else None
         return None if self._own_streams else length_of(self._stream)
 
-    def prepare(self, seed: int, epoch: int) -> None:
-        """The same, and let the samplers whose order is not computed give their lists."""
-        self.refresh()
-        if self._driven is not None:
-            self._driven.prepare(seed, epoch)
-            for finding in self._driven.findings:
-                self.note(finding)
-
-    def expect(self, seed: int, epoch: int) -> None:
-        """List copies of the samplers, if only a list tells how many there are."""
+    def prepare(self, place: Place, seed: int, why: Why) -> None:
+        """Follow the source, and list samplers whose order is not computed: themselves for a pass, otherwise copies."""
+        if why == "moved":
+            self._opened = None
+            if self._driven is not None:
+                self._driven.moved()
+            return
+        if why == "opened" or place.epoch != self._opened:
+            self._follow()
+        if why == "opened":
+            self._opened = place.epoch
         driven = self._driven
-        if driven is not None and driven.lists and self._drive(driven, seed) is not None:
-            driven.crc(seed, epoch)
+        if driven is not None and why == "opened":
+            driven.prepare(seed, place.epoch)
+            for finding in driven.findings:
+                self.note(finding)
+        elif driven is not None and driven.lists and self._drive(driven, seed) is not None:
+            driven.crc(seed, place.epoch)
 
     def describe(self) -> dict[str, str]:
         """The samplers' orders, or whose stream it is."""
@@ -292,11 +300,6 @@ class IterableAdapter(Adapter):
                 f"{_name(self._stream)} give crc={crc}; restore what they are made of (sort what comes from a set or a "
                 "folder), or start over without the state"
             )
-
-    def moved(self, detail: str) -> None:
-        """Let the samplers give their lists again: the training loop may have changed them."""
-        if self._driven is not None:
-            self._driven.moved()
 
     # --- sessions ---
 
