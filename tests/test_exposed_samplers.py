@@ -370,48 +370,6 @@ def test_the_dataset_is_left_as_a_plain_pass_leaves_it(long: dict[int, int]) -> 
         assert type(dataset.sampler) is RandomSampler
 
 
-class Last(IterableDataset[Any]):
-    """Keeps the index that it has read last; no jump changes what follows from that."""
-
-    last = -1
-
-    def __init__(self) -> None:
-        self.sampler = RandomSampler(range(SIZE))
-
-    def __iter__(self) -> Iterator[Any]:
-        for index in self.sampler:
-            self.last = index
-            yield index
-
-
-def test_what_a_jump_leaves_in_the_dataset_is_believed_to_change_nothing() -> None:
-    dataset = Last()
-    loader = midepoch.wrap(DataLoader(dataset, 4), seed=3)
-    for _ in range(2):
-        *_, batch = loader
-        assert dataset.last == batch[-1]
-    assert loader.capabilities.constant_time_resume
-    assert loader.capabilities.exact_order.believed and loader.capabilities.exact_augmentations.believed
-    assert "follow from its samplers alone is believed" in str(loader.capabilities)
-
-
-class Sliced(Documents):
-    """Ends by a count of its own, which no variable shows."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from itertools.islice(self.sampler, SIZE - 4)
-
-
-def test_a_count_of_its_own_ends_the_first_pass_and_is_told_then() -> None:
-    """What comes of a resume before that is believed: see docs/limits.md. `midepoch check` tries it."""
-    loader = make(Sliced)
-    assert loader.capabilities.exact_order.believed
-    with pytest.warns(MidepochWarning, match="Sliced ended after 18 samples, and its samplers are enough for 22"):
-        batches = [batch.tolist() for batch in loader]
-    assert sum(map(len, batches)) == SIZE - 4
-    assert not loader.capabilities.constant_time_resume
-
-
 def test_peeking_at_the_end_of_a_deviated_epoch_repeats_nothing() -> None:
     whole = read(make(Documents), 1)[0]
     loader, got = make(Documents), []
@@ -495,19 +453,3 @@ def test_a_missing_shard_is_refused_in_each_pass() -> None:
     for _ in range(2):
         with pytest.raises(midepoch.UnsupportedSourceError, match="shard=True"):
             next(iter(loader))
-
-
-class Scaled(Documents):
-    scale = 1
-
-    def __iter__(self) -> Iterator[Any]:
-        for index in self.sampler:
-            yield self.scale * (index + 1)
-
-
-def test_what_is_set_after_the_draws_were_counted_is_followed() -> None:
-    dataset = Scaled()
-    loader = midepoch.wrap(dataset, seed=3)
-    assert len(loader) == SIZE
-    dataset.scale = 100
-    assert sorted(loader) == [100 * number for number in range(1, SIZE + 1)]

@@ -106,25 +106,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*naively fast-forwarding.*")
 
 # --- lists and tuples of batches ---
 
-BATCHES: list[Any] = [[0], (1, 2), None, {"a": torch.arange(3)}, torch.empty(0), (), "text", 7]
-
-
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_a_sequence_of_any_batches(kind: Callable[[list[Any]], Any]) -> None:
-    def make() -> Loader:
-        return midepoch.wrap(kind(BATCHES), seed=5)
-
-    loader = make()
-    assert len(loader) == len(BATCHES)
-    got = list(loader)
-    assert all(ours is theirs for ours, theirs in zip(got, BATCHES, strict=True))
-    for cut in range(len(BATCHES)):
-        state = sources.heads(make, cut)[1]
-        fresh = make()
-        fresh.load_state_dict(state)
-        assert sources.plain(list(fresh)) == sources.plain(BATCHES[cut:])
-
-
 def test_a_resume_of_a_sequence_reads_nothing_that_was_consumed() -> None:
     class Watched(list[int]):
         read: list[int]
@@ -317,11 +298,6 @@ def test_a_chain_covers_every_unit_at_first_and_few_later() -> None:
     swapped = list(range(100_000))
     swapped[1 : 1 << 16] = reversed(swapped[1 : 1 << 16])
     assert of(swapped) != of(list(range(100_000)))
-
-
-def low_precision() -> Iterator[torch.Tensor]:
-    for number in range(8):
-        yield torch.full((3,), float(number), dtype=torch.bfloat16)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -542,43 +518,6 @@ def test_a_stream_that_divides_itself_among_ranks_while_midepoch_divides_it_too(
 # --- sources with a state of their own ---
 
 
-@pytest.mark.parametrize("iterable", [False, True], ids=["map", "iterable"])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_torchdata_s_stateful_dataloader(iterable: bool, num_workers: int) -> None:
-    def make() -> Loader:
-        torch.manual_seed(3)
-        dataset: Any = Ordered(18) if iterable else sources.Indices(18)
-        return midepoch.wrap(StatefulDataLoader(dataset, batch_size=4, shuffle=not iterable, num_workers=num_workers))
-
-    loader = make()
-    epochs, states = [], [loader.state_dict()]
-    for _ in range(3):
-        epoch = []
-        for batch in loader:
-            epoch.append(batch.tolist())
-            states.append(loader.state_dict())
-        epochs.append(epoch)
-    assert all(len(epoch) >= 5 for epoch in epochs)
-    assert all(sorted(set(sources.flat(epoch))) == list(range(18)) for epoch in epochs)
-    assert iterable or epochs[0] != epochs[1] != epochs[2]
-    flat, length = sources.flat(epochs), len(epochs[0])
-    for cut in (0, 1, length - 1, length, length + 2, 2 * length - 1):
-        fresh = make()
-        torch.manual_seed(99)
-        fresh.load_state_dict(states[cut])
-        rest = sources.taken(fresh)
-        if cut % length == 0:
-            assert rest == epochs[cut // length], cut
-        else:
-            assert rest == flat[cut : (cut // length + 1) * length], cut
-    assert len(str(states[2])) < 16_384
-    capabilities = loader.capabilities
-    assert not capabilities.rank_independent
-    assert not capabilities.elastic_world
-    with pytest.raises(UnsupportedSourceError, match="shard=True"):
-        midepoch.wrap(StatefulDataLoader(sources.Indices(8)), shard=True)
-
-
 class Epochs:
     """Counts its epochs in a state of its own."""
 
@@ -609,38 +548,9 @@ def test_a_source_with_its_own_state_goes_back_to_its_very_beginning() -> None:
     assert next(iter(loader)) == (1, 0)
 
 
-class LateEpochs(Epochs):
-    """Has a state once it is read."""
-
-    def state_dict(self) -> dict[str, int]:
-        if not self.next:
-            raise RuntimeError("not begun")
-        return super().state_dict()
-
-
-def test_a_source_without_a_first_state_says_that_it_cannot_go_back() -> None:
-    loader = midepoch.wrap(LateEpochs())
-    beginning = loader.state_dict()
-    assert len(list(loader)) == 3
-    loader.load_state_dict(beginning)
-    with pytest.raises(StateError, match="has not been read"):
-        next(iter(loader))
-
-
 def test_a_source_with_its_own_state_is_not_shared_by_a_copy() -> None:
     with pytest.raises(UnsupportedSourceError, match="make another source"):
         copy.copy(midepoch.wrap(Epochs()))
-
-
-class Ordered(IterableDataset[int]):
-    """Divides itself among workers; draws nothing."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        return iter(range(*((0, self.length, 1) if info is None else (info.id, self.length, info.num_workers))))
 
 
 def stateful_at(rank: int, world_size: int) -> Loader:
@@ -721,37 +631,6 @@ def test_gather_without_torch_distributed_says_so() -> None:
     alone = stateful_at(0, 1)
     next(iter(alone))
     assert midepoch.gather(alone) == alone.state_dict()
-
-
-class Shy(sources.Counter):
-    """Refuses states that it does not like."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["given"] == 3:
-            raise ValueError("three is unlucky")
-        super().load_state_dict(state)
-
-
-def test_a_source_that_refuses_its_own_state_is_named() -> None:
-    state = sources.heads(lambda: midepoch.wrap(Shy(6)), 3)[1]
-    loader = midepoch.wrap(Shy(6))
-    loader.load_state_dict(state)
-    with pytest.raises(StateError, match=r"Shy refused its own state \(ValueError: three is unlucky\)"):
-        next(iter(loader))
-
-
-class Opaque(sources.Counter):
-    """Its state holds what only pickle could save."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"given": self.given, "iterator": {"rng": random.Random(3)}}
-
-
-def test_a_state_that_only_pickle_could_save_is_refused_by_path() -> None:
-    loader = midepoch.wrap(Opaque(6))
-    next(iter(loader))
-    with pytest.raises(StateError, match=r"state\['iterator'\]\['rng'\] holds a Random.*without pickle"):
-        loader.state_dict()
 
 
 class Bulky(sources.Counter):

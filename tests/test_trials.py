@@ -163,58 +163,6 @@ def test_a_function_is_believed() -> None:
     assert "two passes were not compared: a function cannot be copied" in told.exact_order.reason
 
 
-# --- threads that draw ---
-
-
-class ReadsAhead:
-    """A thread reads ahead of the one that iterates."""
-
-    def __init__(self, draws: bool = True) -> None:
-        self.draws = draws
-
-    def __iter__(self) -> Iterator[Any]:
-        items: queue.Queue[Any] = queue.Queue(2)
-
-        def fill(numbers: Iterator[Any]) -> None:
-            for each in numbers:
-                items.put(each)
-            items.put(None)
-
-        numbers = sources.numbers(20) if self.draws else iter(range(20))
-        threading.Thread(target=fill, args=(numbers,), daemon=True).start()
-        while (item := items.get()) is not None:
-            yield item
-
-
-class InAPool:
-    """Draws in a pool of threads: one that each pass makes, or one for all of them."""
-
-    def __init__(self, held: bool) -> None:
-        self.pool = concurrent.futures.ThreadPoolExecutor(2) if held else None
-
-    def __iter__(self) -> Iterator[float]:
-        pool = self.pool or concurrent.futures.ThreadPoolExecutor(2)
-        for each in [pool.submit(random.random) for _ in range(6)]:
-            yield each.result()
-
-
-@pytest.mark.parametrize(
-    "make", [ReadsAhead, lambda: InAPool(True), lambda: InAPool(False)], ids=["reads ahead", "a pool", "pools"]
-)
-def test_what_draws_in_threads_is_believed(make: Callable[[], Any]) -> None:
-    with warnings.catch_warnings(action="ignore", category=MidepochWarning):  # two passes may differ
-        loader = midepoch.wrap(make(), seed=5)
-        list(loader)
-    told = loader.capabilities.exact_augmentations
-    assert told.believed or not told
-
-
-def test_threads_of_a_source_that_draws_nothing_are_no_matter() -> None:
-    loader = midepoch.wrap(ReadsAhead(draws=False), seed=5)
-    list(loader)
-    assert not loader.capabilities.exact_augmentations.believed
-
-
 # --- no false alarms, and nothing disturbed ---
 
 
@@ -257,19 +205,6 @@ def test_a_source_with_counters_caches_and_a_late_file_is_not_disturbed(tmp_path
         list(batches)
     source.file.close()
     other.file.close()
-
-
-def test_what_holds_an_open_file_is_believed(tmp_path: Path) -> None:
-    source = Caching(tmp_path / "lines")
-    source.file = open(source.path)  # noqa: PTH123, SIM115
-    loader = midepoch.wrap(source, seed=5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(list(loader)) == 8
-    assert source.reads == 8
-    told = loader.capabilities.exact_order
-    assert told.holds and told.believed and "it cannot be pickled (TypeError" in told.reason
-    source.file.close()
 
 
 class Logged:
