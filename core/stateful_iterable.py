@@ -10,7 +10,7 @@ from torch.utils.data import get_worker_info
 
 from .errors import StateError
 from .loader.lending import LENDS
-from .reading.driven import RAW
+from .reading.exposed import RAW
 from .state.format import State
 from .wrapping import wrap
 

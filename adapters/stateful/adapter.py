@@ -21,7 +21,7 @@ from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose, Streams
-from midepoch.reading.driven import RAW
+from midepoch.reading.exposed import RAW
 from midepoch.reading.private import end_when_collected
 from midepoch.reading.workers import workers_outlive_signals
 from midepoch.samplers import length_of

@@ -21,7 +21,7 @@ from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities
 from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose, Streams
-from midepoch.reading.driven import RAW, exposed_samplers
+from midepoch.reading.exposed import RAW, exposed_samplers
 from midepoch.reading.private import iterates_as_torch, pinning
 from midepoch.reading.units import Units
 from midepoch.reading.worker_state import WorkerStateAdapter, refuse_undivided

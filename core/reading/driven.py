@@ -1,10 +1,8 @@
-"""Iterables that expose their samplers: a jump to a sample gives it the indices that it would draw.
+"""Iterables that are driven by the samplers that they expose: a jump to a sample gives it the indices that it draws.
 
-The pattern is that of a dataset which keeps ``self.sampler`` and, in ``__iter__``, ``self.sampler_iter =
-iter(self.sampler)``. midepoch iterates a shallow copy of the dataset in which other samplers stand for the user's, and
-give the indices that they are given. A jump is exact only if each sample draws a constant number of indices from each
-sampler. So the draws of the first sample are counted before reading begins, and those of every later sample are
-compared with them. That a sample depends on nothing else is believed.
+A jump is exact only if each sample draws a constant number of indices from each sampler. So the draws of the first
+sample are counted before reading begins, and those of every later sample are compared with them. That a sample depends
+on nothing else is believed.
 
 The samplers are a way to jump, not the source's end: it is asked for one more before an epoch's last batch is handed
 out. A sample that draws another number, a sampler that is begun again, an early end, or a sample after the last index
@@ -14,13 +12,10 @@ is a deviation. Where one process reads all of the epoch, a replay takes over th
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
-
-from torch.utils.data import Sampler
 
 from ..errors import SourceError
 from ..loader.adapter import Run
@@ -30,154 +25,11 @@ from ..randomness.streams import Purpose, Streams
 from ..samplers import MaterializedEpoch, MaterializedOrder
 from ..trying import Finding
 from .collating import draws_nothing
+from .exposed import Deviation, Path, StandIn, StandInPass, exposed_samplers
 from .indexed import as_list, spans
-from .private import is_place_holder
 from .units import Units
 
-__all__ = [
-    "RAW", "DeviationError", "DrivenReader", "DrivenRequest", "Path", "SamplerDriven", "driven_requests",
-    "exposed_samplers", "raw_copy",
-]  # fmt: skip
-
-RAW = "_midepoch_raw"
-"""Set on a copy of a dataset to use the class's own ``__iter__`` instead of that of `StatefulIterable`."""
-
-Path = tuple[str, ...] | tuple[str, Any]
-"""Where a dataset holds a sampler: in an attribute, or at a key or index of an attribute."""
-
-
-def exposed_samplers(dataset: Any) -> dict[Path, Any]:
-    """The torch Samplers in attributes of `dataset`, or in a list, tuple or dict that is an attribute."""
-    found: dict[Path, Any] = {}
-    for name, value in getattr(dataset, "__dict__", {}).items():
-        if isinstance(value, Sampler):
-            if not is_place_holder(value):
-                found[(name,)] = value
-            continue
-        items: Iterable[tuple[Any, Any]] = ()
-        if isinstance(value, dict):
-            items = value.items()
-        elif isinstance(value, list | tuple) and len(value) <= _LONGEST_CONTAINER:
-            items = enumerate(value)
-        found.update({(name, key): item for key, item in items if isinstance(item, Sampler)})
-    return found
-
-
-_LONGEST_CONTAINER = 1000  # members of an attribute that is searched for samplers; longer ones hold data
-
-
-def raw_copy(dataset: Any, replace: Mapping[Path, Any]) -> Any:
-    """A shallow copy of `dataset` with some samplers replaced. `dataset` itself is unchanged."""
-    copied = copy.copy(dataset)
-    attributes: dict[str, Any] = {RAW: True} if hasattr(type(dataset), RAW) else {}
-    for path, value in replace.items():
-        name = path[0]
-        if len(path) == 1:
-            attributes[name] = value
-            continue
-        container: Any = attributes.get(name)
-        if container is None:
-            original = getattr(dataset, name)
-            container = attributes[name] = dict(original) if isinstance(original, dict) else list(original)
-        container[path[1]] = value
-    for name, value in attributes.items():
-        object.__setattr__(copied, name, value)
-    return copied
-
-
-# --- a pass -----------------------------------------------------------------------------------------------------------
-
-
-class _Deviation(Exception):  # noqa: N818  # caught here
-    """A sample does not follow from the samplers as those before it, for a reason in words after the source's name."""
-
-
-class _StandIn(Sampler[Any]):
-    """Stands for a user's sampler: gives the indices that are `put`, or those of whole passes over an order.
-
-    Args:
-        original: the user's.
-        whole: the indices of each pass over it, the first one's number being 0; None if they are `put`.
-
-    Attributes:
-        drawn: indices since the last `put`.
-        passes: that were begun.
-    """
-
-    def __init__(self, original: Any, whole: Callable[[int], Iterator[Any]] | None = None) -> None:
-        self._original, self._whole, self.passes = original, whole, 0
-        self.put(iter(()))
-
-    def put(self, indices: Iterator[Any]) -> None:
-        """Give these from now on."""
-        self.drawn, self._next = 0, indices.__next__
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._whole is not None:
-            self.put(self._whole(self.passes))
-        elif self.passes:
-            raise _Deviation("began a sampler again")
-        self.passes += 1
-        return _Indices(self._draw)
-
-    def _draw(self) -> Any:
-        index = self._next()
-        self.drawn += 1
-        return index
-
-    def __len__(self) -> int:
-        return len(self._original)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_original":
-            raise AttributeError(name)
-        return getattr(self._original, name)
-
-
-class _Indices:
-    """A pass over a `_StandIn`, which a dataset may keep among its attributes. Its ``iter()`` begins no other pass."""
-
-    __slots__ = ("_draw",)
-
-    def __init__(self, draw: Callable[[], Any]) -> None:
-        self._draw = draw
-
-    def __iter__(self) -> _Indices:
-        return self
-
-    def __next__(self) -> Any:
-        return self._draw()
-
-
-class _Pass:
-    """One pass over a copy of a dataset in which other samplers stand for its own.
-
-    What reading sets on the copy is set on the dataset, too, as a plain pass leaves it.
-    """
-
-    def __init__(self, dataset: Any, stand_ins: Mapping[Path, _StandIn]) -> None:
-        self._dataset, self.samplers = dataset, list(stand_ins.values())
-        copied = raw_copy(dataset, stand_ins)
-        self._read: dict[str, Any] = getattr(copied, "__dict__", {})
-        self._known = dict(self._read)  # as the dataset has it
-        self.iterator = iter(copied)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return next(self.iterator)
-        finally:
-            known = self._known
-            for name, value in self._read.items():
-                if name not in known or value is not known[name]:
-                    known[name] = value
-                    if type(value) is not _Indices:
-                        object.__setattr__(self._dataset, name, value)
-
-
-# --- the orders -------------------------------------------------------------------------------------------------------
+__all__ = ["DeviationError", "DrivenReader", "DrivenRequest", "SamplerDriven", "driven_requests"]
 
 
 class SamplerDriven:
@@ -229,11 +81,11 @@ class SamplerDriven:
         drawn = (order for order, draw in zip(self.orders.values(), draws, strict=True) if draw)
         return not all(isinstance(order, Endless) for order in drawn)
 
-    def whole(self, seed: int, epoch: int) -> _Pass:
+    def whole(self, seed: int, epoch: int) -> StandInPass:
         """A pass in which each sampler gives its whole order."""
         samplers = exposed_samplers(self.dataset)
 
-        def stand_in(path: Path, order: Order | MaterializedOrder) -> _StandIn:
+        def stand_in(path: Path, order: Order | MaterializedOrder) -> StandIn:
             def indices(number: int) -> Iterator[Any]:
                 # A list is the same each time that it is begun within the pass.
                 key = derive_key(seed, number) if number and not isinstance(order, MaterializedOrder) else seed
@@ -241,9 +93,9 @@ class SamplerDriven:
                 every = (as_list(listed[at : min(at + _AHEAD, len(listed))]) for at in range(0, len(listed), _AHEAD))
                 return _each(itertools.chain.from_iterable(every), _error_of(listed))
 
-            return _StandIn(samplers[path], indices)
+            return StandIn(samplers[path], indices)
 
-        return _Pass(self.dataset, {path: stand_in(path, order) for path, order in self.orders.items()})
+        return StandInPass(self.dataset, {path: stand_in(path, order) for path, order in self.orders.items()})
 
 
 def _each(indices: Iterable[Any], end: Exception | None) -> Iterator[Any]:
@@ -346,7 +198,7 @@ class _Slices:
             indices += self._ahead[first - self._start : last - self._start]
             wanted += (stop - start) * count
         if len(indices) == wanted:
-            return indices, _Deviation(f"drew more than {count} indices from a sampler")
+            return indices, Deviation(f"drew more than {count} indices from a sampler")
         return indices, _error_of(order)
 
 
@@ -428,7 +280,7 @@ class DrivenReader:
             return batch
         except BaseException as error:
             self._opened = None  # a generator cannot continue after an exception
-            if isinstance(error, _Deviation):
+            if isinstance(error, Deviation):
                 raise self._error(request, str(error)) from None
             raise
 
@@ -436,7 +288,7 @@ class DrivenReader:
         samplers = exposed_samplers(self.dataset)
         with self._under() as start:
             start(derive_key(Purpose.OPENING, request.seed, request.epoch))
-            self._pass = _Pass(self.dataset, {path: _StandIn(samplers[path]) for path in self._paths})
+            self._pass = StandInPass(self.dataset, {path: StandIn(samplers[path]) for path in self._paths})
         if self._streams is not None:
             self._streams.begin_pass(self._pass.iterator)
         self._source, self._opened = Units(self._pass), request[:3]
@@ -470,7 +322,7 @@ class DrivenReader:
             start(extend_key(self._sample_key, request.size))
             with contextlib.suppress(StopIteration):
                 self._source.next()
-                raise _Deviation("gave a sample after the last index of its samplers")
+                raise Deviation("gave a sample after the last index of its samplers")
 
     def _jump(self, parts: tuple[Part, ...]) -> None:
         for sampler, (indices, end) in zip(self._pass.samplers, parts, strict=True):
@@ -483,12 +335,12 @@ class DrivenReader:
             sample = self._source.next()
         except StopIteration:
             why = f"ended after {position} samples, and its samplers are enough for {request.size}"
-            raise _Deviation(why) from None
+            raise Deviation(why) from None
         for sampler, count in zip(self._pass.samplers, request.draws, strict=True):
             drawn = sampler.drawn - (position - first) * count
             if drawn != count:
                 each = f"{count} for each one before"
-                raise _Deviation(f"drew {drawn} indices from a sampler for sample {position}, and {each}")
+                raise Deviation(f"drew {drawn} indices from a sampler for sample {position}, and {each}")
         self._counted = True
         return sample
 

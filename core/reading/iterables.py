@@ -28,7 +28,8 @@ from ..sharding import check_sharding
 from ..trying import Finding
 from ..world import World
 from .collating import keeps_nothing
-from .driven import DeviationError, DrivenReader, SamplerDriven, driven_requests, exposed_samplers
+from .driven import DeviationError, DrivenReader, SamplerDriven, driven_requests
+from .exposed import exposed_samplers
 from .indexed import unchanged
 from .replay import Open, Replayed, ReplayReader, ReplayRequest
 from .replay_sessions import OwnStreamsSession, SharedStreamSession

@@ -15,7 +15,7 @@ from ..state.digest import checksum_of
 from ..trying import CallTrial, Finding, copy_of, tried_on_copy
 from ..world import Share, Tail, World
 from .collating import draws_nothing, keeps_nothing
-from .driven import RAW, raw_copy
+from .exposed import RAW, raw_copy
 from .private import caught
 from .units import Units
 

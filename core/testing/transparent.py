@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..loader.loader import Loader
 from ..loader.part import Part
 from ..randomness.streams import without_keys
-from ..reading.driven import exposed_samplers
+from ..reading.exposed import exposed_samplers
 from ..wrapping import wrap
 from . import record
 from .examine import Examination

@@ -1,0 +1,152 @@
+"""Iterables that expose samplers: where they hold them, and a pass in which others stand for them.
+
+The pattern is that of a dataset which keeps ``self.sampler`` and, in ``__iter__``, ``self.sampler_iter =
+iter(self.sampler)``. midepoch iterates a shallow copy of the dataset, whose samplers give the indices that they are
+told to give.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from .private import is_place_holder
+
+__all__ = ["RAW", "Deviation", "Path", "StandIn", "StandInPass", "exposed_samplers", "raw_copy"]
+
+RAW = "_midepoch_raw"
+"""Set on a copy of a dataset to use the class's own ``__iter__`` instead of that of `StatefulIterable`."""
+
+Path = tuple[str, ...] | tuple[str, Any]
+"""Where a dataset holds a sampler: in an attribute, or at a key or index of an attribute."""
+
+
+def exposed_samplers(dataset: Any) -> dict[Path, Any]:
+    """The torch Samplers in attributes of `dataset`, or in a list, tuple or dict that is an attribute."""
+    found: dict[Path, Any] = {}
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        if isinstance(value, Sampler):
+            if not is_place_holder(value):
+                found[(name,)] = value
+            continue
+        items: Iterable[tuple[Any, Any]] = ()
+        if isinstance(value, dict):
+            items = value.items()
+        elif isinstance(value, list | tuple) and len(value) <= _LONGEST_CONTAINER:
+            items = enumerate(value)
+        found.update({(name, key): item for key, item in items if isinstance(item, Sampler)})
+    return found
+
+
+_LONGEST_CONTAINER = 1000  # members of an attribute that is searched for samplers; longer ones hold data
+
+
+def raw_copy(dataset: Any, replace: Mapping[Path, Any]) -> Any:
+    """A shallow copy of `dataset` with some samplers replaced. `dataset` itself is unchanged."""
+    copied = copy.copy(dataset)
+    attributes: dict[str, Any] = {RAW: True} if hasattr(type(dataset), RAW) else {}
+    for path, value in replace.items():
+        name = path[0]
+        if len(path) == 1:
+            attributes[name] = value
+            continue
+        container: Any = attributes.get(name)
+        if container is None:
+            original = getattr(dataset, name)
+            container = attributes[name] = dict(original) if isinstance(original, dict) else list(original)
+        container[path[1]] = value
+    for name, value in attributes.items():
+        object.__setattr__(copied, name, value)
+    return copied
+
+
+class Deviation(Exception):  # noqa: N818  # caught here
+    """A sample does not follow from the samplers as those before it, for a reason in words after the source's name."""
+
+
+class StandIn(Sampler[Any]):
+    """Stands for a user's sampler: gives the indices that are `put`, or those of whole passes over an order.
+
+    Args:
+        original: the user's.
+        whole: the indices of each pass over it, the first one's number being 0; None if they are `put`.
+
+    Attributes:
+        drawn: indices since the last `put`.
+        passes: that were begun.
+    """
+
+    def __init__(self, original: Any, whole: Callable[[int], Iterator[Any]] | None = None) -> None:
+        self._original, self._whole, self.passes = original, whole, 0
+        self.put(iter(()))
+
+    def put(self, indices: Iterator[Any]) -> None:
+        """Give these from now on."""
+        self.drawn, self._next = 0, indices.__next__
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._whole is not None:
+            self.put(self._whole(self.passes))
+        elif self.passes:
+            raise Deviation("began a sampler again")
+        self.passes += 1
+        return _Indices(self._draw)
+
+    def _draw(self) -> Any:
+        index = self._next()
+        self.drawn += 1
+        return index
+
+    def __len__(self) -> int:
+        return len(self._original)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_original":
+            raise AttributeError(name)
+        return getattr(self._original, name)
+
+
+class _Indices:
+    """A pass over a `StandIn`, which a dataset may keep among its attributes. Its ``iter()`` begins no other pass."""
+
+    __slots__ = ("_draw",)
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self._draw = draw
+
+    def __iter__(self) -> _Indices:
+        return self
+
+    def __next__(self) -> Any:
+        return self._draw()
+
+
+class StandInPass:
+    """One pass over a copy of a dataset in which other samplers stand for its own.
+
+    What reading sets on the copy is set on the dataset, too, as a plain pass leaves it.
+    """
+
+    def __init__(self, dataset: Any, stand_ins: Mapping[Path, StandIn]) -> None:
+        self._dataset, self.samplers = dataset, list(stand_ins.values())
+        copied = raw_copy(dataset, stand_ins)
+        self._read: dict[str, Any] = getattr(copied, "__dict__", {})
+        self._known = dict(self._read)  # as the dataset has it
+        self.iterator = iter(copied)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.iterator)
+        finally:
+            known = self._known
+            for name, value in self._read.items():
+                if name not in known or value is not known[name]:
+                    known[name] = value
+                    if type(value) is not _Indices:
+                        object.__setattr__(self._dataset, name, value)
