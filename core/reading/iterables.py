@@ -497,14 +497,9 @@ class _DrivenSession(Session):
             return self._next()
         except DeviationError as deviation:
             assert self._take_over is not None  # else this is not `take`
-            self._replay = self._take_over(deviation)
+            self._replay, self.varies = self._take_over(deviation), True
         self._next = self._replay.take
         return self._next()
-
-    @property
-    def varies(self) -> bool:  # type: ignore[override]
-        """Whether a replay has taken over."""
-        return self._replay is not None
 
     @property
     def position_correction(self) -> int:  # type: ignore[override]

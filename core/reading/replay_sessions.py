@@ -48,11 +48,6 @@ class SharedStreamSession(_ReplaySession):
     _ended = False
     _late: Exception | None = None
 
-    @property
-    def varies(self) -> bool:  # type: ignore[override]
-        """Where it ends by an error of its own, after as many batches as its length says."""
-        return self._late is not None
-
     def take(self) -> Any:
         """The next batch."""
         if self._ended:
@@ -73,8 +68,8 @@ class SharedStreamSession(_ReplaySession):
             self._digest, self.position_correction = answer.digest, answer.correction
         if answer.ended:
             raise StopIteration
-        if answer.late is not None:
-            self._late = sent_error(answer.late)
+        if answer.late is not None:  # it ends by an error of its own, after as many batches as its length says
+            self._late, self.varies = sent_error(answer.late), True
         return answer.batch
 
 
