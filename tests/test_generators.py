@@ -208,9 +208,9 @@ def test_long_containers_hold_data(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Any] = []
     children = owned._children
 
-    def noted(path: str, value: Any, seen: dict[int, Any]) -> Any:
+    def noted(path: str, value: Any, tops: dict[int, Any]) -> Any:
         looked.append(value)
-        return children(path, value, seen)
+        return children(path, value, tops)
 
     monkeypatch.setattr(owned, "_children", noted)
     find_generators(Records(40_000))

@@ -7,7 +7,6 @@ import itertools
 import math
 import os
 import pickle
-import time
 import tracemalloc
 import zlib
 from collections.abc import Callable, Sequence
@@ -299,17 +298,6 @@ def test_long_windows_have_every_sample_once(order: Windowed) -> None:
     assert_every_sample_once(order, 3, 1)
 
 
-@pytest.mark.parametrize("size", HUGE)
-@pytest.mark.parametrize("make", [Shuffled, lambda size: Windowed(size, 1000, 16)], ids=["shuffled", "windowed"])
-def test_huge_orders_repeat_nothing_and_stay_in_range(make: Callable[[int], Order], size: int) -> None:
-    epoch = make(size).epoch(7, 3)
-    starts = [0, size // 7, size // 2, size - 20_000]
-    indices = np.concatenate([epoch[start : start + 20_000] for start in starts])
-    assert indices.min() >= 0
-    assert indices.max() < size
-    assert np.unique(indices).size == indices.size
-
-
 ANY_SIZE = st.integers(1, 10**15)
 
 
@@ -436,37 +424,6 @@ def test_all_permutations_are_equally_frequent(size: int) -> None:
 def test_all_permutations_are_equally_frequent_in_a_window_over_everything() -> None:
     order = Windowed(4, 1, 100)
     assert_uniform(count_permutations(4, [order.epoch(seed, 0) for seed in range(3000)]))
-
-
-class PlainFeistel:
-    """What is not good enough: six rounds over the next even power of two, cycle-walking down to the size."""
-
-    def __init__(self, size: int, seed: int) -> None:
-        self.size = size
-        self.half = max(1, ((size - 1).bit_length() + 1) // 2)
-        self.keys = [derive_key(seed, i) for i in range(6)]
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, positions: slice) -> Indices:
-        return np.array([self.walk(position) for position in range(self.size)[positions]], dtype=np.int64)
-
-    def walk(self, value: int) -> int:
-        while True:
-            high, low = value >> self.half, value & ((1 << self.half) - 1)
-            for key in self.keys:
-                high, low = low, high ^ (mix(key ^ low) & ((1 << self.half) - 1))
-            value = (high << self.half) | low
-            if value < self.size:
-                return value
-
-
-@pytest.mark.parametrize("size", [5, 6])
-def test_a_plain_feistel_network_would_not_pass(size: int) -> None:
-    trials = 20 * math.factorial(size) + 4000
-    counts = count_permutations(size, [PlainFeistel(size, seed) for seed in range(trials)])
-    assert uniformity(counts) < 1e-12
 
 
 LARGE = [1000, 65536, 65537, 100_003, 2**17, 10**6, 10**9, 10**12]
@@ -694,14 +651,8 @@ def test_the_short_block_takes_every_place() -> None:
     [Sequential, Shuffled, lambda size: Windowed(size, 1024, 16), lambda size: Windowed(size, 10**6, 1000)],
     ids=["sequential", "shuffled", "windowed", "windowed long"],
 )
-def test_start_and_memory_do_not_grow_with_the_size(make: Callable[[int], Order], size: int) -> None:
+def test_memory_does_not_grow_with_the_size(make: Callable[[int], Order], size: int) -> None:
     make(1000).epoch(0, 0)[:]
-    durations = []
-    for attempt in range(3):
-        start = time.perf_counter()
-        make(size).epoch(0, attempt)[size // 2 : size // 2 + 32]
-        durations.append(time.perf_counter() - start)
-    assert min(durations) < 0.05
     tracemalloc.start()
     try:
         epoch = make(size).epoch(0, 0)

@@ -39,7 +39,8 @@ MOST_OBJECTS = 10_000
 _GENERATORS = (np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator, random.Random)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.generic, np.ndarray, torch.Tensor,
-          torch.dtype, torch.device, range, memoryview, types.BuiltinFunctionType, types.CodeType)  # fmt: skip
+          torch.dtype, torch.device, range, memoryview, types.BuiltinFunctionType, types.CodeType,
+          types.ModuleType)  # fmt: skip
 # Large packages that use no generators of their own.
 _LIBRARIES = sys.stdlib_module_names - {"__main__"} | {"torch", "numpy", "midepoch"}
 _MASK_32 = (1 << 32) - 1
@@ -73,6 +74,7 @@ def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
     for root in roots:
         queue.append((type(root).__name__, root))
     seen: dict[int, Any] = {}  # keeps objects alive, so that no identity is used twice
+    tops: dict[int, Any] = {}  # classes and modules whose attributes were looked at
     # Compare types: `isinstance` may run the object's own code (`__class__`), which may import a module.
     while queue and len(seen) < MOST_OBJECTS:
         path, value = queue.popleft()
@@ -86,7 +88,7 @@ def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
         seen[id(value)] = value
         if not issubclass(type(value), _GENERATORS):
             room = MOST_OBJECTS - len(seen) - len(queue)  # what is further away would not be visited
-            queue.extend(itertools.islice(_children(path, value, seen), max(room, 0)))
+            queue.extend(itertools.islice(_children(path, value, tops), max(room, 0)))
         elif not any(value is each for each in global_generators()):
             controls = _controls(value)
             if controls is None:
@@ -106,7 +108,7 @@ def _unique(path: str, taken: set[str]) -> str:
     return name
 
 
-def _children(path: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+def _children(path: str, value: Any, tops: dict[int, Any]) -> Iterator[tuple[str, Any]]:
     """What can be reached in one step, with its path. Never runs the object's own code, which might open files."""
     kind = type(value)
     if issubclass(kind, functools.partial):
@@ -117,18 +119,15 @@ def _children(path: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str
         steps = [(".__self__", value.__self__)]
     elif kind is types.FunctionType:
         steps = _closed_over(value) if value.__closure__ else []
-        yield from _top_of_module(value.__module__, seen)
+        yield from _top_of_module(value.__module__, tops)
     elif issubclass(kind, type):
         steps = []
-        yield from _top_of_class(value, seen)
-    elif issubclass(kind, types.ModuleType):
-        steps = []
-        yield from _top_of_module(object.__getattribute__(value, "__dict__").get("__name__"), seen)
+        yield from _top_of_class(value, tops)
     else:
         steps = list(_members(value, kind)) if issubclass(kind, _CONTAINERS) else []
         if kind not in _CONTAINERS:
             steps += _attributes(value, kind)
-            yield from _top_of_class(kind, seen)
+            yield from _top_of_class(kind, tops)
     for step, child in steps:
         if not issubclass(type(child), _ATOMS) or type(child) is types.BuiltinMethodType:
             yield path + step, child
@@ -184,11 +183,11 @@ def _slots(kind: type) -> list[tuple[str, Any]]:
     return [(name, member) for name, member in members if issubclass(type(member), types.MemberDescriptorType)]
 
 
-def _top_of_class(kind: type, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
-    if ~id(kind) in seen:  # its own key: as a value, a class may have been visited before
+def _top_of_class(kind: type, tops: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+    if id(kind) in tops:
         return
     for base in kind.__mro__:
-        if ~id(base) not in seen and (base.__module__ or "").partition(".")[0] not in _LIBRARIES:
+        if id(base) not in tops and (base.__module__ or "").partition(".")[0] not in _LIBRARIES:
             for name, member in list(vars(base).items()):
                 if issubclass(type(member), (staticmethod, classmethod)):
                     member = member.__func__
@@ -196,16 +195,16 @@ def _top_of_class(kind: type, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]
                     member = member.fget
                 if issubclass(type(member), _GENERATORS) or (type(member) is types.FunctionType and member.__closure__):
                     yield f" -> {_prefix(base.__module__)}{base.__qualname__}.{name}", member
-            yield from _top_of_module(base.__module__, seen)
-        seen[~id(base)] = base
+            yield from _top_of_module(base.__module__, tops)
+        tops[id(base)] = base
 
 
-def _top_of_module(name: str | None, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+def _top_of_module(name: str | None, tops: dict[int, Any]) -> Iterator[tuple[str, Any]]:
     name = name or ""
     module = sys.modules.get(name)
-    if module is None or id(module) in seen or name.partition(".")[0] in _LIBRARIES:
+    if module is None or id(module) in tops or name.partition(".")[0] in _LIBRARIES:
         return
-    seen[id(module)] = module
+    tops[id(module)] = module
     for attribute, member in list(vars(module).items()):
         if issubclass(type(member), _GENERATORS):
             yield f" -> {_prefix(name)}{attribute}", member

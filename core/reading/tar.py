@@ -147,10 +147,8 @@ def _parse_header(block: bytes, known: bool = False) -> _Header | None:
     """
     if not block[0] and block.count(0) == BLOCK:
         return None
-    if not known:
-        expected = _number(block[148:156])
-        if expected not in (sum(block) - sum(block[148:156]) + 256, _signed_sum(block)):
-            raise ValueError("a header's checksum is wrong")
+    if not known and _number(block[148:156]) != sum(block) - sum(block[148:156]) + 256:
+        raise ValueError("a header's checksum is wrong")
     kind = block[156:157]
     size = 0 if kind in _WITHOUT_DATA else _number(block[124:136])
     if size < 0:
@@ -171,12 +169,6 @@ def _number(field: bytes) -> int:
         return int(field.partition(b"\0")[0].strip() or b"0", 8)
     except ValueError:
         raise ValueError(f"a header holds {field!r} where a number should be") from None
-
-
-def _signed_sum(block: bytes) -> int:
-    # Some old archivers summed signed bytes.
-    signed = np.frombuffer(block, np.int8).astype(np.int64)
-    return int(signed.sum() - signed[148:156].sum()) + 256
 
 
 def _pax_records(data: bytes) -> dict[bytes, bytes]:
