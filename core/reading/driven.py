@@ -91,7 +91,7 @@ class SamplerDriven:
                 key = derive_key(seed, number) if number and not isinstance(order, MaterializedOrder) else seed
                 listed = order.epoch(key, epoch)
                 every = (as_list(listed[at : min(at + _AHEAD, len(listed))]) for at in range(0, len(listed), _AHEAD))
-                return _each(itertools.chain.from_iterable(every), _error_of(listed))
+                return itertools.chain.from_iterable(every)
 
             return StandIn(samplers[path], indices)
 
@@ -102,10 +102,6 @@ def _each(indices: Iterable[Any], end: Exception | None) -> Iterator[Any]:
     yield from indices
     if end is not None:
         raise end
-
-
-def _error_of(order: EpochOrder | MaterializedEpoch) -> Exception | None:
-    return order.error if isinstance(order, MaterializedEpoch) else None
 
 
 _AHEAD = 256  # indices that are computed at once
@@ -199,7 +195,7 @@ class _Slices:
             wanted += (stop - start) * count
         if len(indices) == wanted:
             return indices, Deviation(f"drew more than {count} indices from a sampler")
-        return indices, _error_of(order)
+        return indices, None
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
