@@ -48,8 +48,12 @@ _NONE: frozenset[str] = frozenset()
 _ALL = frozenset((*NAMES, "devices", "sample"))
 """The global generators; those of devices together; and that of `sample_generator`."""
 
-# `streams`: those under which this thread reads; None outside.
-_current = threading.local()
+
+class _Current(threading.local):
+    streams: Streams | None = None  # under which this thread reads
+
+
+_current = _Current()
 
 # The generators are the process's. A thread that reads waits for its turn, but not for ever: another one may wait for
 # what this one reads.
@@ -69,7 +73,7 @@ def _wait() -> threading.Lock | None:
 
 def process_seed() -> int:
     """torch's initial seed, read and not consumed: the default seed of a single process."""
-    streams: Streams | None = getattr(_current, "streams", None)
+    streams = _current.streams
     if streams is not None:
         streams.asked |= {"torch"}  # a sample that depends on it has to be read under its key
     return torch.initial_seed() % (1 << 64)
@@ -85,7 +89,7 @@ def sample_generator() -> np.random.Generator:
     Raises:
         MidepochError: no sample is being read in this thread.
     """
-    streams: Streams | None = getattr(_current, "streams", None)
+    streams = _current.streams
     if streams is None or (streams.key is None and "sample" in streams.seeds):
         raise MidepochError(
             "no sample is being read here: call midepoch.sample_generator() inside the dataset, collate_fn or then= of "
@@ -103,7 +107,7 @@ def sample_generator() -> np.random.Generator:
 def without_keys() -> Iterator[None]:
     """Let `sample_generator` give one generator for all samples, where a source is read without a loader of ours."""
     streams = Streams()
-    streams.key, outer = 0, getattr(_current, "streams", None)
+    streams.key, outer = 0, _current.streams
     _current.streams = streams
     try:
         yield
@@ -345,7 +349,7 @@ class Streams:
     def _enter(self, seeds: frozenset[str], notes: bool) -> Callable[[int], Any] | None:
         """Take over the generators, to seed these; the others are at rest. Returns what seeds, if anything is to be."""
         global _owner
-        outer = getattr(_current, "streams", None)
+        outer = _current.streams
         self._outer = outer = None if outer is self else outer  # which an interrupt may have left there
         _current.streams, self.key, self.asked = self, None, _NONE
         self._noted, self._turn = _NONE if notes else None, None
@@ -406,8 +410,8 @@ class Streams:
 
 
 def _start_all(starts: list[Callable[[int], Any]], key: int) -> None:
-    streams = _current.streams
-    streams.key, streams.generator = key, None
+    if (streams := _current.streams) is not None:
+        streams.key, streams.generator = key, None
     for start in starts:
         start(key)
 
