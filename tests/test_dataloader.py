@@ -642,6 +642,31 @@ def test_a_sampler_is_told_the_epoch(in_batches: bool) -> None:
     assert sampler.epoch == 1, "as a training loop leaves it"
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_loader_is_freed_with_the_function_that_loops_over_its_epochs(ends: bool, persistent: bool) -> None:
+    """At once, not by the garbage collector: a worker that is forked meanwhile would inherit its workers."""
+
+    def train() -> list[Any]:
+        source = DataLoader(sources.Indices(8), 2, num_workers=1, persistent_workers=persistent)
+        loader = midepoch.wrap(source, seed=0)
+        for epoch in loader.epochs(2):
+            for batch in loader:
+                if not ends and epoch and int(batch[0]):
+                    return list(set(multiprocessing.active_children()) - others)
+        return list(set(multiprocessing.active_children()) - others)
+
+    gc.collect()
+    others = set(multiprocessing.active_children())
+    gc.disable()
+    try:
+        for worker in train():
+            worker.join(60)
+            assert not worker.is_alive()
+    finally:
+        gc.enable()
+
+
 def test_a_dataset_may_grow_between_epochs() -> None:
     dataset = sources.Indices(6)
     loader = midepoch.wrap(DataLoader(dataset, batch_size=2), seed=5)

@@ -48,7 +48,7 @@ class Interval:
         settled: the first step after its end at which none was in flight.
         resumed: it took up the rest of a pass that was open when the resumed snapshot was saved.
         user: a reference to the pass, which notices when that is freed.
-        body: that hears of it.
+        body: that hears of its end; None from then on.
     """
 
     name: str
@@ -207,7 +207,7 @@ class Body:
 
     def _add(self, interval: Interval) -> None:
         self.intervals.append(interval)
-        interval.body = self
+        interval.body = self if interval.ended is None else None
         own = [each for each in self.intervals if each.name == interval.name and not each.older]
         if self.alone and not interval.older and len(own) == 2 and own[0].ended is not None:
             warn(
@@ -225,6 +225,7 @@ class Body:
         ahead = in_flight > 0 if now > interval.began else interval.name in self.kept.ahead
         interval.exhausted, interval.in_flight = exhausted, exhausted and not interval.older and ahead
         interval.ended, interval.stepped = self._tick(), now
+        interval.body = None  # a cycle would keep worker processes of a loader that is dropped
 
     def look(self) -> None:
         """See what the latest step shows."""
