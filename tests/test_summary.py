@@ -342,3 +342,29 @@ def test_a_resumed_run_reads_what_the_undisturbed_one_has(workers: int, method: 
     for stop in [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0)]:
         before, state = run(stop=stop)
         assert before + run(state)[0] == whole
+
+
+class Noticing(Dataset[Any]):
+    """Its samples notice a new epoch, and draw from a generator of their own from then on."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.own = random.SystemRandom()
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.own.random() if self.epoch else 0.0
+
+
+def test_a_sample_of_each_epoch_is_tried(recwarn: pytest.WarningsRecorder) -> None:
+    """And warned of once."""
+    dataset = Noticing()
+    loader = midepoch.wrap(DataLoader(dataset, 4, shuffle=True), seed=0)
+    for number, told in enumerate((0, 1, 1, 1)):
+        dataset.epoch = number
+        list(loader)
+        found = [str(each.message) for each in recwarn if "two reads of sample" in str(each.message)]
+        assert len(found) == told
+    assert not loader.capabilities.exact_augmentations

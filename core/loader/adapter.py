@@ -118,7 +118,8 @@ class Run:
         tail: what to do with the last samples if their number is not divisible by the world size, for sources of
             unknown length.
         detail: the detail of a state at this place.
-        looks: how often to look at the first sample of the epoch: 0, 1, or 2 to try whether it stays the same.
+        looks: how often to look at the first sample of the epoch: 0, 1, or 2 to try whether it stays the same; 3 is 2,
+            and to try whether the collate function does.
         expects: the witness of a loaded state, to be compared.
         reports: whoever looks adds what it saw, before the first batch is handed out.
         session: a random number, different for each session in any process. Readers tell sessions apart by it.

@@ -51,12 +51,13 @@ class States:
         # By epoch, of the last two from which was read. A text is made when a state asks for it.
         self._known: dict[int, str | tuple[Any, SampleSummary, frozenset[str]]] = {}
         self._left_out: frozenset[str] = frozenset()  # names of a sample's parts that differ from one read to the next
-        self._tried = False  # whether a sample that is read twice stays the same
+        self._tried: int | None = None  # the latest epoch in which a sample was read twice
+        self._differed = False  # and it was not the same
 
     def start_as(self, other: States) -> None:
         """Take over the witnesses of another loader of the same source."""
         self.expected, self._known = other.expected, dict(other._known)
-        self._left_out, self._tried = other._left_out, other._tried
+        self._left_out, self._tried, self._differed = other._left_out, other._tried, other._differed
 
     def _describe(self) -> None:
         adapter, stated = self._context.adapter, self._context.options.fingerprint
@@ -161,11 +162,16 @@ class States:
         self._known = {} if self.expected is None else {self.expected.epoch: witness}
 
     def looks(self, epoch: int) -> int:
-        """How often the first sample of an epoch is to be looked at."""
+        """How often the first sample of an epoch is to be looked at: `Run.looks`."""
         options = self._context.options
         if options.verify == "off" or not options.streams or options.shard is False:
             return 0
-        return 2 if not self._tried else int(self.expected is not None or epoch not in self._known)
+        if self._tried is None:
+            return 3
+        # Another sample in each epoch: what is true of some of them alone is found by luck.
+        if self._tried != epoch and not self._differed:
+            return 2
+        return int(self.expected is not None or epoch not in self._known)
 
     def see(self, seen: WitnessReport, epoch: int) -> None:
         """Compare what the reader of a session's first batch saw with the loaded state's witness, and keep it.
@@ -182,12 +188,13 @@ class States:
         if look.unseen:
             note(Finding(unseen=look.unseen))
         if seen.again is not None:
-            self._tried = True
+            self._tried = epoch
             if differing := look.differing(seen.again):
-                self._left_out = frozenset(differing)
+                self._left_out, self._differed = frozenset(differing), True
                 why = f"two reads of sample {seen.index!r:.80} differ in {look.names(differing)}"
                 note(Finding(why, look.holds_most(differing), _OF_SAMPLES))
             elif seen.keeps:
+                self._differed = True
                 why = f"sample {seen.index!r:.80} drew random numbers when it was first read, and none when read again"
                 note(Finding(why, cure=_OF_KEPT))
         if seen.collate is not None:

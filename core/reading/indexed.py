@@ -195,7 +195,7 @@ class MapReader:
         collate = self._collate
         key = self._key_at(self._batch_key if self._whole else self._sample_key)
         keeps = not keeps_nothing(collate)
-        trial = CallTrial(collate, listed=not self._single) if look.twice and keeps else None
+        trial = CallTrial(collate, listed=not self._single) if look.collate and keeps else None
         self._collate = trial or collate
         try:
             batch, one = self._read_looking(request, look.index, key)

@@ -87,11 +87,13 @@ class WitnessRequest(NamedTuple):
     Attributes:
         index: of the first sample of the epoch.
         twice: look at it before the batch and after.
+        collate: try the collate function.
         expected: (epoch, index) of another epoch's first sample to look at; None if there is none.
     """
 
     index: Any
     twice: bool
+    collate: bool
     expected: tuple[int, Any] | None
 
     @classmethod
@@ -101,8 +103,8 @@ class WitnessRequest(NamedTuple):
             return None
         expects = run.expects
         if expects is None or expects.index is None or (expects.epoch, expects.index) == (run.epoch, index):
-            return cls(index, run.looks > 1, None)
-        return cls(index, run.looks > 1, (expects.epoch, _like(index, expects.index)))
+            return cls(index, run.looks > 1, run.looks > 2, None)
+        return cls(index, run.looks > 1, run.looks > 2, (expects.epoch, _like(index, expects.index)))
 
 
 class FirstBatch(NamedTuple):
