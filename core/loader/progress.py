@@ -610,68 +610,42 @@ class Progress:
         """Handle the source's StopIteration. True if the pass continues, False if it is to be raised."""
         if reading is not self.reading:
             return False
-        this.reading = None
         run, share = reading.run, reading.share
-        resumed = not reading.steps and reading.run.position > 0
+        nothing_left = not reading.steps and run.position > 0
         reading.correct()
-        if reading.last_step is not None:
-            if share is not None and reading.steps < share.steps:
+        if reading.last_step is None:
+            before = sum(each.run.epoch == run.epoch - 1 for each, _, _ in self.history)
+            left_out = self.context.adapter.facts.drop_last  # all of it, perhaps
+            if self.position == 0 and before and not left_out:
                 self.suspend()
+                self._end(this)
                 raise SourceError(
-                    f"the source ended after {reading.steps} of the {share.steps} batches that were left: correct its "
-                    "__len__, or find where its code raises StopIteration"
+                    f"the source was empty in epoch {run.epoch}, after {before} batches in the last one: it can be "
+                    "iterated only once; wrap a function that makes it, as in midepoch.wrap(lambda: make_it())"
                 ) from None
-            # An empty epoch, a rank without a part of the last global batch, or last steps without batches.
-            self.last_given_out(this, reading)
-            if resumed and reading.session.position_correction > 0:
-                self._settle()
-                self.spent = None
-                reading.close()
-                return True
-            self.finish()
-            return False
-        before = sum(each.run.epoch == run.epoch - 1 for each, _, _ in self.history)
-        left_out = self.context.adapter.facts.drop_last  # all of it, perhaps
-        if self.position == 0 and before and not left_out:
+        elif share is not None and reading.steps < share.steps:
             self.suspend()
-            self._end(this)
             raise SourceError(
-                f"the source was empty in epoch {run.epoch}, after {before} batches in the last one: "
-                "it can be iterated only once; wrap a function that makes it, as in midepoch.wrap(lambda: make_it())"
+                f"the source ended after {reading.steps} of the {share.steps} batches that were left: correct its "
+                "__len__, or find where its code raises StopIteration"
             ) from None
-        self._unknown_length_ended(reading, resumed)
-        if resumed and self.body is not None:
+        # The end of an unknown length, an empty epoch, or last steps of which only other ranks have batches.
+        self.last_given_out(this, reading)
+        if nothing_left and self.body is not None:
             self._log_empty()
-        elif resumed and not this.resharded and not self._others_may_go_on(run):
+        elif nothing_left and not this.resharded and not self._others_may_go_on(reading):
+            self._settle()  # the pass goes on with the next epoch
+            self.spent = None
+            reading.close()
             return True
-        self._end(this)
+        self.finish()
         return False
 
-    def _others_may_go_on(self, run: Run) -> bool:
+    def _others_may_go_on(self, reading: Reading) -> bool:
         """Whether another rank may have batches left where this one has none."""
-        return run.world.world_size > 1 and run.tail == "uneven" and not self.context.adapter.rank_independent
-
-    def _unknown_length_ended(self, reading: Reading, resumed: bool) -> None:
-        """Be at the next epoch's beginning; in a body, right before it. `resumed`: nothing was left of this one."""
-        epoch, position, reach = reading.run.epoch, reading.position, self.context.adapter.reach
-        following: Place | None = None
-        if reach is Reach.STATES:
-            with contextlib.suppress(Exception):  # a source that cannot say its state is read all the same
-                following = Place(epoch + 1, 0, reading.session.next_epoch_detail())
-        self.suspend()
-        if following is None and not (isinstance(self.place.detail, Unknown) and self.body is not None):
-            with contextlib.suppress(StateError):  # likewise: the next pass begins the next epoch
-                following = self.place_at(epoch + 1, 0)
-        self.new_epoch = True
-        if following is None:
-            return
-        if self.body is not None:
-            self.place = following.before(position)
-        elif resumed or not self.context.is_part:
-            nothing_since = self.origin is not None and self.place[:2] == self.origin[:2]
-            self.place = following
-            if nothing_since:
-                self.origin = following
+        if reading.run.world.world_size == 1 or reading.run.tail != "uneven" or reading.session.position_correction > 0:
+            return False
+        return not self.context.adapter.rank_independent or reading.last_step is not None
 
     def _leave_empty(self, this: Pass) -> None:
         """End a pass without a batch: only the body of its epoch is left, or the epoch's last batches failed."""
