@@ -303,3 +303,47 @@ def test_the_picture_of_the_rooms_is_what_the_imports_are() -> None:
     edges = reduced(rooms())
     expected = "\n".join(["```mermaid", "graph TD", *(f"  {a} --> {b}" for a, b in sorted(edges)), "```"])
     assert drawn == edges, f"docs/design.md should have this picture:\n{expected}"
+
+
+# --- what an adapter has to do with ---
+
+
+def overridable(base: str) -> set[str]:
+    """The public names of a class that those derived from it may override or set: what is `final` is not among them.
+
+    Methods, properties and class attributes; and attributes that its `__init__` sets and another class assigns.
+    """
+    kinds = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    (kind,) = (each for each in kinds if each.name == base and each in trees()["midepoch.loader.adapter"].body)
+    names: set[str] = set()
+    for node in kind.body:
+        if isinstance(node, ast.FunctionDef) and "final" not in map(ast.unparse, node.decorator_list):
+            names.add(node.name)
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+            names |= set(map(ast.unparse, targets))
+    others = set().union(*(assigned(each) for each in kinds if each is not kind))
+    return {name for name in names | (assigned(kind) & others) if not name.startswith("_")}
+
+
+def assigned(kind: ast.ClassDef) -> set[str]:
+    """The attributes that a class sets on its objects, if it is derived from an adapter or a session."""
+    if kind.name != "Adapter" and not any(re.search("Adapter|Session", ast.unparse(each)) for each in kind.bases):
+        return set()
+    return {
+        node.attr
+        for node in ast.walk(kind)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
+
+
+def test_an_adapter_and_its_sessions_have_few_names() -> None:
+    adapter, session = overridable("Adapter"), overridable("Session")
+    assert session == {
+        "bookmark", "close", "detail", "next_epoch_detail", "position_correction", "take", "varies",
+    }  # fmt: skip
+    assert adapter == {
+        "capabilities", "check_detail", "choose", "close", "describe", "detail_at", "drawing", "facts", "name", "open",
+        "parts", "prepare", "rank_part", "reach", "recognises", "samples", "share", "size",
+    }  # fmt: skip
+    assert len(adapter) + len(session) <= 25

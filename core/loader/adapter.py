@@ -10,133 +10,25 @@ import enum
 import functools
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, final
 
-from ..errors import MidepochError, StateCorruptError, StateMismatchError, warn
+from ..errors import StateCorruptError, StateMismatchError, warn
 from ..randomness.owned import find_generators
 from ..state.format import State
 from ..state.parts import part_of
 from ..state.witness import SampleSummary, Witness
 from ..trying import Finding
-from ..world import MicroShare, Share, Tail, World, check_tail
-from .capabilities import Capabilities, Capability, with_then
+from ..world import MicroShare, Share, Tail, World
+from .capabilities import Capabilities, Capability, with_findings, with_then
+from .options import MOST_IN_FLIGHT, Options
 from .place import Place
 
 __all__ = [
     "MOST_IN_FLIGHT", "Adapter", "Around", "Facts", "Options", "Reach", "Run", "Samples", "Session", "Why",
     "WitnessReport",
 ]  # fmt: skip
-
-MOST_IN_FLIGHT = 1024  # batches that were handed out and not trained on
-
-
-@dataclass(frozen=True)
-class Options:
-    """The arguments of `midepoch.wrap`. `settings` are keywords of one adapter, which checks their values itself.
-
-    Raises:
-        ValueError, TypeError: a value is out of range or of the wrong type.
-    """
-
-    seed: int | None = None
-    world: World | None = None
-    shard: bool | None = None
-    randomness: Literal["sample", "none"] = "sample"
-    tail: Tail | None = None
-    fingerprint: str | None = None
-    verify: Literal["sample", "strict", "warn", "off"] = "sample"
-    then: Callable[[Any], Any] | None = None
-    on_error: Literal["next", "retry"] | None = None
-    remember: int = 0
-    global_batch: int | None = None
-    inside: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        seed, fingerprint = self.seed, self.fingerprint
-        if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 64):
-            raise ValueError(f"seed must be an int in [0, 2**64) or None, got {seed!r}")
-        if self.world is not None and not isinstance(self.world, World):
-            raise TypeError(f"world must be a midepoch.World or None, got {self.world!r}")
-        if self.shard is not None and not isinstance(self.shard, bool):
-            raise TypeError(f"shard must be True, False or None, got {self.shard!r}")
-        if self.randomness not in ("sample", "none"):
-            raise ValueError(f"randomness must be 'sample' or 'none', got {self.randomness!r}")
-        if self.verify not in ("sample", "strict", "warn", "off"):
-            raise ValueError(f"verify must be 'sample', 'strict', 'warn' or 'off', got {self.verify!r}")
-        if self.then is not None and not callable(self.then):
-            raise TypeError(f"then must be a function of a batch or None, got {self.then!r:.80}")
-        if self.on_error not in (None, "next", "retry"):
-            raise ValueError(f"on_error must be 'next', 'retry' or None, got {self.on_error!r}")
-        if self.inside is not None and not isinstance(self.inside, str):
-            raise TypeError(f"inside must be the name of an attribute or None, got {self.inside!r:.80}")
-        if type(self.remember) is not int:
-            raise TypeError(f"remember must be an int, got {self.remember!r}")
-        if not 0 <= self.remember <= MOST_IN_FLIGHT:
-            raise ValueError(f"remember must be in [0, {MOST_IN_FLIGHT}], got {self.remember}")
-        check_tail(self.tail)
-        if self.global_batch is not None:
-            if type(self.global_batch) is not int:
-                raise TypeError(f"global_batch must be an int or None, got {self.global_batch!r}")
-            if self.global_batch < 1:
-                raise ValueError(f"global_batch must be at least 1, got {self.global_batch}")
-            if self.tail not in (None, "uneven"):
-                raise ValueError(
-                    f"tail={self.tail!r} with global_batch=: each global batch is shared as it is, so nothing is "
-                    "repeated or left out; leave tail out"
-                )
-        if fingerprint is not None and (not isinstance(fingerprint, str) or len(fingerprint) > 64):
-            raise ValueError(
-                f"fingerprint must be a str of at most 64 characters or None, got {fingerprint!r}: pass a hash of "
-                "longer ones"
-            )
-
-    @property
-    def streams(self) -> bool:
-        """Whether each sample has a random stream of its own."""
-        return self.randomness == "sample"
-
-    @property
-    def known_ranks(self) -> int:
-        """How many ranks share the data, as far as can be known before iteration starts; otherwise 1."""
-        try:
-            return (World.current() if self.world is None else self.world).world_size
-        except MidepochError:
-            return 1  # it is raised when iteration starts
-
-
-@dataclass(frozen=True)
-class Run:
-    """Where a session starts, for whom, and under which seed.
-
-    Attributes:
-        epoch, position, seed: as in the state.
-        world: this process among those that share the data.
-        share: this rank's batches in the rest of the epoch; None if the epoch's length is unknown.
-        tail: what to do with the last samples if their number is not divisible by the world size, for sources of
-            unknown length.
-        detail: the detail of a state at this place.
-        looks: how often to look at the first sample of the epoch: 0, 1, or 2 to try whether it stays the same; 3 is 2,
-            and to try whether the collate function does.
-        expects: the witness of a loaded state, to be compared.
-        reports: whoever looks adds what it saw, before the first batch is handed out.
-        session: a random number, different for each session in any process. Readers tell sessions apart by it.
-    """
-
-    epoch: int
-    position: int
-    seed: int
-    world: World
-    share: Share | None
-    tail: Tail
-    detail: str
-    looks: int = 0
-    expects: Witness | None = None
-    reports: list[WitnessReport] = field(default_factory=list, compare=False)
-    session: int = field(default_factory=functools.partial(random.SystemRandom().getrandbits, 62))
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -205,6 +97,37 @@ class WitnessReport:
     what: str = ""
     collate: Finding | None = None
     keeps: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a session starts, for whom, and under which seed.
+
+    Attributes:
+        epoch, position, seed: as in the state.
+        world: this process among those that share the data.
+        share: this rank's batches in the rest of the epoch; None if the epoch's length is unknown.
+        tail: what to do with the last samples if their number is not divisible by the world size, for sources of
+            unknown length.
+        detail: the detail of a state at this place.
+        looks: how often to look at the first sample of the epoch: 0, 1, or 2 to try whether it stays the same; 3 is 2,
+            and to try whether the collate function does.
+        expects: the witness of a loaded state, to be compared.
+        reports: whoever looks adds what it saw, before the first batch is handed out.
+        session: a random number, different for each session in any process. Readers tell sessions apart by it.
+    """
+
+    epoch: int
+    position: int
+    seed: int
+    world: World
+    share: Share | None
+    tail: Tail
+    detail: str
+    looks: int = 0
+    expects: Witness | None = None
+    reports: list[WitnessReport] = field(default_factory=list, compare=False)
+    session: int = field(default_factory=functools.partial(random.SystemRandom().getrandbits, 62))
 
 
 class Samples(Protocol):
@@ -307,22 +230,24 @@ class Adapter(ABC):
         self.options = options
         self.changes = 0
         self.around: Around | None = None
-        self._broken: tuple[str, bool] | None = None
-        self._believed: dict[str, bool] = {}  # why; whether it concerns the order
-        self._unseen: tuple[str, ...] = ()
+        self._findings: list[Finding] = []
         self._stated: Capabilities | None = None
         self._promises: Capabilities | None = None
         self._known_at = 0
+
+    # --- what each adapter says ---
 
     @classmethod
     @abstractmethod
     def recognises(cls, source: object) -> bool:
         """Whether `source` is of this backend. Must not change or iterate it."""
 
-    @classmethod
-    def choose(cls, source: Any, options: Options) -> Adapter | None:
-        """The adapter for a recognised source; None leaves the source to a less specific adapter."""
-        return cls(source, options)
+    @abstractmethod
+    def describe(self) -> dict[str, str]:
+        """Named properties that define what a position means. They form the fingerprint.
+
+        A state with another fingerprint is refused.
+        """
 
     @abstractmethod
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
@@ -331,10 +256,94 @@ class Adapter(ABC):
         `detail` is that of the state that is being opened or loaded, for sources whose size depends on it.
         """
 
+    @abstractmethod
+    def open(self, run: Run) -> Session:
+        """A session whose first batch is the one at ``run.position``. Expensive work waits for its first `take`."""
+
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this source can promise, with reasons, as far as is known now. Reads no data of the source."""
+
+    # --- what some say besides ---
+
+    @classmethod
+    def choose(cls, source: Any, options: Options) -> Adapter | None:
+        """The adapter for a recognised source; None leaves the source to a less specific adapter."""
+        return cls(source, options)
+
+    def drawing(self) -> tuple[object, ...]:
+        """The objects whose code uses random numbers: a dataset, a collate function, the stages of a pipeline."""
+        return ()
+
     def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
         """This rank's batches from a position on; None if the epoch's length is unknown."""
         size = self.size(seed, epoch, world, detail)
         return None if size is None else self._share_of(size, position, world)
+
+    def prepare(self, place: Place, seed: int, why: Why) -> None:  # noqa: B027  # most adapters need nothing
+        """The place to follow what the training loop has changed, and to build what the epoch's `size` depends on.
+
+        Args:
+            place: (epoch, position) and the detail, as far as it is known.
+            seed: of the epoch's order.
+            why: "opened": a session is about to be opened there. "moved": a load or a seek has led the loader there.
+                "measured": a state is built or checked; the source is left as it is, and so is an epoch that is read.
+        """
+
+    def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
+        """The detail of a place that no session has reached: after a `seek` or a ``break``, or in a later epoch.
+
+        Of an epoch's beginning without a detail, it is asked for again before a session is opened there.
+
+        Args:
+            here: the loader's place. Its detail is empty if only an expensive bookmark could say it, and `Unknown` if
+                the source cannot.
+            there: (epoch, position), before or after `here`, or the same.
+            seed: that of a session opened there.
+            world: likewise.
+
+        Raises:
+            StateError: only a state of the source can reach that place.
+        """
+        return ""
+
+    def rank_part(self, detail: str, saved_world_size: int, world: World) -> str:
+        """This rank's part of a saved detail. Called only if the state is not the same on every rank.
+
+        Raises:
+            StateError: the state does not have it, or was saved in another world.
+        """
+        if saved_world_size != world.world_size:
+            self.refuse_world(saved_world_size, world)
+        return part_of(detail, world.rank, world.world_size)
+
+    def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
+        """Raise a StateError if no session can be opened with this detail. By default it must be empty."""
+        if detail:
+            raise StateCorruptError(f"a state of {self.name} has no detail, but this one does: use an undamaged state")
+
+    def samples(self, seed: int, epoch: int) -> Samples | None:
+        """The samples of an epoch, for trials that a job cannot afford; None if they cannot be read one by one."""
+        return None
+
+    def close(self) -> None:  # noqa: B027  # most adapters hold nothing
+        """Release what outlives sessions, such as persistent worker processes."""
+
+    def parts(self, state: State | None = None) -> list[tuple[Any, State | None]]:
+        """For a combination, the `Part` of each loader, and its state in a `state` of any rank, which is checked."""
+        return []
+
+    def __copy__(self) -> Adapter:
+        """Another adapter of the same source, which shares no worker processes with this one."""
+        return type(self)(self.source, self.options)
+
+    # --- what follows, for all of them ---
+
+    @final
+    def session(self, run: Run) -> Session:
+        """The same, of what is around the source, if anything is."""
+        session = self.open(run)
+        return session if self.around is None else self.around.session(session, run, self)
 
     def _share_of(self, size: int, position: int, world: World) -> Share:
         start, world, together = min(position, size), self.sharing(world), self.options.global_batch
@@ -367,34 +376,14 @@ class Adapter(ABC):
         copies = self.facts.copies
         return world if copies == 1 else World(world.rank // copies, world.world_size // copies)
 
-    def __copy__(self) -> Adapter:
-        """Another adapter of the same source, which shares no worker processes with this one."""
-        return type(self)(self.source, self.options)
-
-    def prepare(self, place: Place, seed: int, why: Why) -> None:  # noqa: B027  # most adapters need nothing
-        """The place to follow what the training loop has changed, and to build what the epoch's `size` depends on.
-
-        Args:
-            place: (epoch, position) and the detail, as far as it is known.
-            seed: of the epoch's order.
-            why: "opened": a session is about to be opened there. "moved": a load or a seek has led the loader there.
-                "measured": a state is built or checked; the source is left as it is, and so is an epoch that is read.
-        """
-
-    @abstractmethod
-    def describe(self) -> dict[str, str]:
-        """Named properties that define what a position means. They form the fingerprint.
-
-        A state with another fingerprint is refused.
-        """
-
-    @abstractmethod
-    def capabilities(self) -> Capabilities:
-        """What this source can promise, with reasons, as far as is known now. Reads no data of the source."""
-
-    def drawing(self) -> tuple[object, ...]:
-        """The objects whose code uses random numbers: a dataset, a collate function, the stages of a pipeline."""
-        return ()
+    @final
+    @property
+    def stated_promises(self) -> Capabilities:
+        """`capabilities`, cached until `learned`."""
+        if self._stated is None or self._known_at != Adapter._changes:
+            self._known_at, self._promises = Adapter._changes, None
+            self._stated = self.capabilities()
+        return self._stated
 
     @final
     @property
@@ -418,60 +407,27 @@ class Adapter(ABC):
                     names = ", ".join(hopeless)
                     why = f"these generators cannot be seeded: {names}; use midepoch.sample_generator()"
                     promises = replace(promises, exact_augmentations=Capability(False, why))
-            if self._unseen:
-                reason = f"{promises.exact_order.reason}; never compared, since unknown: {', '.join(self._unseen)}"
-                promises = replace(promises, exact_order=replace(promises.exact_order, reason=reason))
-            for why, order in self._believed.items():
-                name = "exact_order" if order else "exact_augmentations"
-                said: Capability = getattr(promises, name)
-                if said.holds:
-                    said = replace(said, reason=f"{said.reason}; {why}", believed=True)
-                    promises = replace(promises, **{name: said})
-            if self._broken is not None:
-                why, order = self._broken
-                promises = replace(promises, exact_augmentations=Capability(False, why))
-                if order:
-                    promises = replace(promises, exact_order=Capability(False, why))
+            promises = with_findings(promises, self._findings)
             self._promises = promises
         return self._promises
 
     @final
     def note(self, finding: Finding) -> None:
         """Take over what a trial, or reading, has shown of the source, and warn of what breaks a promise."""
-        if finding.unseen:
-            self._unseen = finding.unseen
-        if finding.untried:
-            self._believed[finding.untried] = finding.order
-        if finding.differs:
-            why, order = finding.differs, finding.order
-            if self._broken is not None and why not in self._broken[0]:
-                why, order = f"{self._broken[0]}; {why}", order or self._broken[1]
-            self._broken = why, order
-            if finding.cure:
-                warn(
-                    f"{finding.differs}, so a resumed run gets other data: {finding.cure}. loader.capabilities says "
-                    "what still holds"
-                )
+        if finding not in self._findings:
+            self._findings.append(finding)
+        if finding.differs and finding.cure:
+            warn(
+                f"{finding.differs}, so a resumed run gets other data: {finding.cure}. loader.capabilities says what "
+                "still holds"
+            )
         self.learned()
-
-    @final
-    @property
-    def stated_promises(self) -> Capabilities:
-        """`capabilities`, cached until `learned`."""
-        if self._stated is None or self._known_at != Adapter._changes:
-            self._known_at, self._promises = Adapter._changes, None
-            self._stated = self.capabilities()
-        return self._stated
 
     @final
     def learned(self) -> None:
         """Call it when a fact that `capabilities` or `describe` depends on has changed or become known."""
         self.changes += 1
         Adapter._changes += 1
-
-    def parts(self, state: State | None = None) -> list[tuple[Any, State | None]]:
-        """For a combination, the `Part` of each loader, and its state in a `state` of any rank, which is checked."""
-        return []
 
     @final
     @property
@@ -491,43 +447,6 @@ class Adapter(ABC):
         """Whether a session can be opened anywhere in an epoch without reading what is before."""
         return self.reach is Reach.ANYWHERE and self.stated_promises.constant_time_resume.holds
 
-    @abstractmethod
-    def open(self, run: Run) -> Session:
-        """A session whose first batch is the one at ``run.position``. Expensive work waits for its first `take`."""
-
-    @final
-    def session(self, run: Run) -> Session:
-        """The same, of what is around the source, if anything is."""
-        session = self.open(run)
-        return session if self.around is None else self.around.session(session, run, self)
-
-    def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
-        """The detail of a place that no session has reached: after a `seek` or a ``break``, or in a later epoch.
-
-        Of an epoch's beginning without a detail, it is asked for again before a session is opened there.
-
-        Args:
-            here: the loader's place. Its detail is empty if only an expensive bookmark could say it, and `Unknown` if
-                the source cannot.
-            there: (epoch, position), before or after `here`, or the same.
-            seed: that of a session opened there.
-            world: likewise.
-
-        Raises:
-            StateError: only a state of the source can reach that place.
-        """
-        return ""
-
-    def rank_part(self, detail: str, saved_world_size: int, world: World) -> str:
-        """This rank's part of a saved detail. Called only if the state is not the same on every rank.
-
-        Raises:
-            StateError: the state does not have it, or was saved in another world.
-        """
-        if saved_world_size != world.world_size:
-            self.refuse_world(saved_world_size, world)
-        return part_of(detail, world.rank, world.world_size)
-
     @final
     def refuse_world(self, saved_world_size: int, world: World, cure: str = "") -> NoReturn:
         """Say that the source cannot continue in a world of another size. `cure`: what else can be done."""
@@ -535,11 +454,6 @@ class Adapter(ABC):
             f"the world size differs: the state was saved with {saved_world_size}, this loader has {world.world_size}; "
             f"run on {saved_world_size} processes ({self.promises.elastic_world.reason}){cure}"
         )
-
-    def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """Raise a StateError if no session can be opened with this detail. By default it must be empty."""
-        if detail:
-            raise StateCorruptError(f"a state of {self.name} has no detail, but this one does: use an undamaged state")
 
     @final
     def unreachable(self, place: Place) -> str:
@@ -551,10 +465,3 @@ class Adapter(ABC):
             f"{place.epoch - 1} was not read to its end: {type(self.source).__name__} gets there by reading on, in the "
             "same process, and by no state"
         )
-
-    def samples(self, seed: int, epoch: int) -> Samples | None:
-        """The samples of an epoch, for trials that a job cannot afford; None if they cannot be read one by one."""
-        return None
-
-    def close(self) -> None:  # noqa: B027  # most adapters hold nothing
-        """Release what outlives sessions, such as persistent worker processes."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
+from ..trying import Finding
 from .notebook import table
 
-__all__ = ["Capabilities", "Capability", "with_then"]
+__all__ = ["Capabilities", "Capability", "with_findings", "with_then"]
 
 
 @dataclass(frozen=True)
@@ -75,3 +77,26 @@ def with_then(exact: Capability, streams: bool) -> Capability:
     if not streams:
         return Capability(False, "randomness='none': then= draws from the caller's generators, which are not restored")
     return replace(exact, reason=f"{exact.reason}; numbers drawn in then= are the batch's: exact on the same split")
+
+
+def with_findings(promises: Capabilities, findings: Iterable[Finding]) -> Capabilities:
+    """What is left of promises after trials and reading: what was not tried is believed, what was broken is no."""
+    order, drawn = promises.exact_order, promises.exact_augmentations
+    broken: list[str] = []
+    for finding in findings:
+        if finding.unseen:
+            unseen = f"never compared, since unknown: {', '.join(finding.unseen)}"
+            order = replace(order, reason=f"{order.reason}; {unseen}")
+        if finding.untried and finding.order:
+            order = _believed(order, finding.untried)
+        elif finding.untried:
+            drawn = _believed(drawn, finding.untried)
+        if finding.differs:
+            broken.append(finding.differs)
+            drawn = Capability(False, "; ".join(broken))
+            order = drawn if finding.order else order
+    return replace(promises, exact_order=order, exact_augmentations=drawn)
+
+
+def _believed(said: Capability, why: str) -> Capability:
+    return replace(said, reason=f"{said.reason}; {why}", believed=True) if said.holds else said
