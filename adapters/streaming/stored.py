@@ -37,7 +37,7 @@ class Stored:
         It is the same in each epoch.
         """
         if self._sample_is_here:
-            return seen_as_stored(WitnessRequest(0, False, None), 1, self._read, lambda _: _SAMPLE)
+            return seen_as_stored(WitnessRequest(0, False, False, None), 1, self._read, lambda _: _SAMPLE)
         look = summary_of(self._of_index())
         return WitnessReport(None, look, look, look, what=_SHARDS)
 
