@@ -252,6 +252,7 @@ class _AroundSession(Session):
         self._inside_ended = False
         self._error: Exception | None = None  # of the session inside, raised behind the batches from before it
         self._broken: SourceError | None = None  # what it does that is not one for one
+        self._late: Exception | None = None  # of the object's own, behind its last batch
         self._end: Exception | None = None  # what follows the batches
         self._stop: StopIteration | None = None  # raised by the feed
         self._thread = threading.get_ident()
@@ -266,13 +267,19 @@ class _AroundSession(Session):
 
     @property
     def varies(self) -> bool:  # type: ignore[override]
-        """The inner session's."""
-        return self._inner.varies
+        """The inner session's, and where an error of the object's own follows its last batch."""
+        return self._late is not None or self._inner.varies
 
     @property
     def position_correction(self) -> int:  # type: ignore[override]
         """The inner session's after the batch that was handed out last."""
-        return self._kept[self._handed][1] if self._handed in self._kept else self._inner.position_correction
+        if self._handed in self._kept:
+            return self._kept[self._handed][1]
+        share = self._run.share
+        if self._late is None or self._marked or share is None:
+            return self._inner.position_correction
+        moved = self._handed * self._global_batch if self._micro is None else self._micro.moved(self._handed)
+        return min(0, share.size - self._run.position - moved)  # by which the last batch was short
 
     def bookmark(self) -> Any:
         """The inner session's, before the batch that is to be handed out."""
@@ -309,14 +316,14 @@ class _AroundSession(Session):
                 raise StopIteration  # nothing is left inside
             batch = self._give()
         except StopIteration:
-            self._end = self._what_follows()
+            self._end = self._what_follows(None)
             raise self._end from None
         self._handed += 1
         self._watch()
         if self._handed == self._steps and not self._inner.varies:
             self._end = self._see_end()
-            if self._broken is not None:
-                raise self._broken
+            if self._end is self._broken or (self._late is not None and not self._remembers):
+                raise self._end
         return batch
 
     def _give(self) -> Any:
@@ -414,15 +421,17 @@ class _AroundSession(Session):
             del self._kept[number]
 
     def _see_end(self) -> Exception:
-        """What follows the last batch. An error of the object's own is raised in its place."""
+        """What follows the last batch."""
         try:
             self._give()
         except StopIteration:
-            return self._what_follows()
+            return self._what_follows(None)
+        except Exception as error:  # noqa: BLE001  # it follows the last batch
+            return self._what_follows(error)
         return self._break("gives a batch behind those of the loader inside")
 
-    def _what_follows(self) -> Exception:
-        """What its end means."""
+    def _what_follows(self, error: Exception | None) -> Exception:
+        """What its end means. `error`: with which it ended."""
         self._fetch()
         if self._broken is not None or self._error is not None:
             return self._broken or self._error or StopIteration()
@@ -430,7 +439,8 @@ class _AroundSession(Session):
             return self._break(f"ended after {self._handed} batches, and the loader inside has more")
         if self._asked != self._handed:
             return self._break(f"has asked for {self._asked} batches inside, and handed out {self._handed}")
-        return StopIteration()
+        self._late = error
+        return error or StopIteration()
 
     def _break(self, what: str) -> SourceError:
         around = self._around
