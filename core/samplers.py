@@ -8,7 +8,7 @@ import functools
 import itertools
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,10 +46,19 @@ _LOOKED_AT = 16  # of the first indices, and of each following doubling: each ha
 
 
 class MaterializedEpoch:
-    """One epoch of a `MaterializedOrder` order, as the sampler gave it."""
+    """One epoch of a `MaterializedOrder` order, as the sampler gave it.
 
-    def __init__(self, items: list[Any]) -> None:
-        self._items = items
+    Attributes:
+        error: of the sampler's own, which ended its list; None if it came to its end.
+    """
+
+    def __init__(self, items: list[Any], error: Exception | None = None) -> None:
+        self._items, self.error = items, error
+
+    @property
+    def units(self) -> int:
+        """How many indices; the one where an error came counts too, so that a place before it is not the end."""
+        return len(self._items) + (self.error is not None)
 
     @functools.cached_property
     def crc(self) -> str:
@@ -95,13 +104,13 @@ class MaterializedOrder:
         """Indices in one epoch."""
         # The len of another sampler may be an estimate, for instance if it fills batches with tokens.
         length = length_of(self._sampler) if self._pure else None
-        return len(self.epoch(seed, epoch)) if length is None else length
+        return self.epoch(seed, epoch).units if length is None else length
 
     def stated_length(self, seed: int, epoch: int) -> int:
         """The same, as the sampler's own len says while it has not been listed. Lists nothing if it has one."""
         listed, sampler = self.known(seed, epoch), self._sampler
         if listed is not None:
-            return len(listed)
+            return listed.units
         if not self._pure:
             sampler = _shallow_copy(sampler)  # its length may follow from the epoch
             _set_epoch(sampler, epoch)
@@ -150,7 +159,8 @@ class MaterializedOrder:
             UnsupportedSourceError: the sampler sets something on the dataset while it gives its indices.
         """
         listed = self._begun.get((seed, epoch))
-        if listed is None:
+        # One that failed at its first index is asked again: no batch of it was handed out.
+        if listed is None or (listed.error is not None and not len(listed)):
             if not self._trusted and epoch > self._next:
                 self.epoch(seed, epoch)  # whether it remembers is tried before
             copied = Copied() if self._trusted else copy_of(self._sampler, Dataset)
@@ -213,6 +223,8 @@ class MaterializedOrder:
 
         def crc_of(again: Any) -> str:
             first, second = (self._list(again, seed, epoch) for _ in range(2))
+            if first.error is not None and listed.error is None:
+                raise first.error  # the copy is not what it should be
             self._remembers = second.crc != first.crc
             return first.crc
 
@@ -275,18 +287,20 @@ class MaterializedOrder:
         """
         _set_epoch(sampler, epoch)
         items: list[Any] = []
-        indices, length = 0, length_of(sampler) or 0
+        error, indices, length = None, 0, length_of(sampler) or 0
         most = min(_MANY + _TIMES * (self._size or 0), _LONGEST)
         with Streams(sampler).under(derive_key(Purpose.LISTING, seed, epoch)):
             source = _each(sampler, look)
-            while given := list(itertools.islice(source, max(1, len(items) // _LOOKED_AT))):
+            while error is None:
+                given = len(items)
+                error = _extend(items, itertools.islice(source, max(1, given // _LOOKED_AT)))
                 look()
-                items += given
-                indices += sum(map(len, given)) if isinstance(given[0], list | tuple) else len(given)
+                if len(items) == given:
+                    break
+                indices += sum(map(len, items[given:])) if isinstance(items[0], list | tuple) else len(items) - given
                 if indices > most and (len(items) > length or indices > _LONGEST) and not self._pure:
                     raise SourceError(self._does_not_end(items, most if len(items) > length else _LONGEST))
-            look()
-        return MaterializedEpoch(items)
+        return MaterializedEpoch(items, error)
 
     def _does_not_end(self, items: list[Any], most: int) -> str:
         """What to write in its place."""
@@ -313,6 +327,15 @@ def _each(sampler: Any, look: Callable[[], None]) -> Iterator[Any]:
     items = iter(sampler)
     look()
     yield from items  # some begin again when they are asked after their end; this does not
+
+
+def _extend(items: list[Any], more: Iterable[Any]) -> Exception | None:
+    """Append what `more` gives; the error with which it ended, if it did not come to its end."""
+    try:
+        items.extend(more)
+    except Exception as error:  # noqa: BLE001  # it is raised where a plain pass comes to it
+        return error.with_traceback(None if error.__traceback__ is None else error.__traceback__.tb_next)
+    return None
 
 
 def _is_pure(sampler: object) -> bool:

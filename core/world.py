@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -181,6 +181,7 @@ class Share:
         world: the rank whose share it is.
         tail: what to do with the last units if their number is not divisible by the world size.
         drop_last: leave out a last batch that is not full.
+        fails: an error of the source's own follows these batches, in place of the epoch's end.
     """
 
     size: int
@@ -189,6 +190,7 @@ class Share:
     world: World
     tail: Tail
     drop_last: bool
+    fails: bool = field(default=False, kw_only=True)
 
     @functools.cached_property
     def global_batch(self) -> int:
@@ -223,11 +225,14 @@ class Share:
 
     @functools.cached_property
     def global_steps(self) -> int:
-        """The most batches that any rank has: it differs from `steps` only if shares are uneven."""
+        """The most batches that any rank has, and one step more where an error follows.
+
+        Otherwise it differs from `steps` only if shares are uneven.
+        """
         if self.tail != "uneven":
-            return self.steps
+            return self.steps + self.fails
         rest = (self.size - self.start) % self.global_batch
-        return self.full_steps + self._delivers(-(-rest // self.world.world_size))
+        return self.full_steps + self._delivers(-(-rest // self.world.world_size)) + self.fails
 
     def span(self, step: int) -> tuple[int, int]:
         """Positions [start, stop) of this rank's batch at `step`, counted from 0.
@@ -291,8 +296,8 @@ class MicroShare(Share):
 
     @functools.cached_property
     def global_steps(self) -> int:
-        """As many."""
-        return self.steps
+        """As many, and one step more where an error follows."""
+        return self.steps + self.fails
 
     def is_whole(self, steps: int) -> bool:
         """Whether so many steps from the start on make whole global batches."""

@@ -72,6 +72,18 @@ class EndsInBatches(Ends):
         raise ExhaustedError("all seen")
 
 
+def until_error(loader: Any) -> tuple[list[Any], str]:
+    batches, error = [], ""
+    iterator = iter(loader)
+    try:
+        for batch in iterator:
+            batches.append(torch.as_tensor(batch).tolist())
+    except ExhaustedError as raised:
+        error = str(raised)
+        assert next(iterator, None) is None, "the pass has ended"
+    return batches, error
+
+
 FAILING: dict[str, Callable[..., DataLoader[int]]] = {
     "after some": lambda **keywords: DataLoader(range(SIZE), 2, sampler=Ends(7), **keywords),  # type: ignore[arg-type]
     "at the first index": lambda **keywords: DataLoader(range(SIZE), 2, sampler=Ends(0), **keywords),  # type: ignore[arg-type]
@@ -81,16 +93,55 @@ FAILING: dict[str, Callable[..., DataLoader[int]]] = {
 }
 
 
-@pytest.mark.parametrize("method", ["here", "fork"])
-@pytest.mark.parametrize("name", FAILING)
-def test_a_samplers_own_error_is_raised_before_the_first_batch(method: str, name: str) -> None:
-    with midepoch.wrap(FAILING[name](**METHODS[method]), seed=1, then=lambda batch: batch) as loader:
-        for _ in range(2):
-            with pytest.raises(ExhaustedError):
-                next(iter(loader))
-            with pytest.raises(ExhaustedError):
-                loader.peek()
-            assert (loader.epoch, loader.position) == (0, 0)
+WORKERS = [("here", name) for name in FAILING] + [("fork", "after some"), ("fork", "before the first index")]
+
+
+@pytest.mark.parametrize(("method", "name"), [*WORKERS, ("spawn", "after some")])
+def test_a_samplers_own_error_comes_after_its_batches(method: str, name: str) -> None:
+    plain, error = until_error(FAILING[name]())
+    workers = METHODS[method]
+    with midepoch.wrap(FAILING[name](**workers), seed=1) as loader:
+        assert len(loader) == len(plain), "no length raises it"
+        for epoch in range(2):
+            batches, ours = until_error(loader)
+            assert (len(batches), ours) == (len(plain), error)
+            assert [torch.tensor(batch).shape for batch in batches] == [torch.tensor(batch).shape for batch in plain]
+            assert loader.epoch == (epoch if plain else 0)
+    if len(workers) or not plain:
+        return
+    for cut in range(1, len(plain) + 1):
+        head, state = sources.heads(lambda: midepoch.wrap(FAILING[name](), seed=1), cut)
+        resumed = midepoch.wrap(FAILING[name](), seed=1)
+        resumed.load_state_dict(state)
+        assert resumed.batches_left == len(plain) - cut
+        rest, again = until_error(resumed)
+        whole = until_error(midepoch.wrap(FAILING[name](), seed=1))[0]
+        assert (head + rest, again) == (whole, error)
+        assert len(until_error(resumed)[0]) == len(plain) and resumed.epoch == 1, "the next pass is the next epoch"
+
+
+def test_ranks_give_their_full_batches_before_it() -> None:
+    def make(rank: int) -> midepoch.Loader:
+        return midepoch.wrap(DataLoader(range(SIZE), 2, sampler=Ends(11)), seed=1, world=World(rank, 2))  # type: ignore[arg-type]
+
+    ranks = [until_error(make(rank)) for rank in range(2)]
+    assert [(len(batches), error) for batches, error in ranks] == [(2, "all seen")] * 2
+    with midepoch.wrap(DataLoader(range(SIZE), 2, sampler=Ends(11)), seed=1) as alone:  # type: ignore[arg-type]
+        whole = until_error(alone)[0]
+    assert [batch for pair in zip(*(batches for batches, _ in ranks), strict=True) for batch in pair] == whole[:4]
+
+
+def test_it_comes_through_then_and_a_peek() -> None:
+    source: DataLoader[int] = DataLoader(range(SIZE), 2, sampler=Ends(4))  # type: ignore[arg-type]
+    loader = midepoch.wrap(source, seed=1, then=lambda batch: batch + 1)
+    assert len(until_error(loader)[0]) == 2
+    loader = midepoch.wrap(source, seed=1)
+    batches = iter(loader)
+    next(batches), next(batches)
+    with pytest.raises(ExhaustedError):
+        loader.peek()
+    with pytest.raises(ExhaustedError):
+        next(batches)
 
 
 # --- a sampler that sets something on the dataset ---------------------------------------------------------------------

@@ -188,6 +188,17 @@ class MapDataLoaderAdapter(Adapter):
             size = order.size
         return size * world.world_size if self._own else size
 
+    def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
+        """Where the sampler ends by an error of its own, it has given only full batches before, as torch makes them."""
+        share = super().share(seed, epoch, position, world, detail)
+        order = self._order
+        listed = order.known(self._listed_under(seed), epoch) if isinstance(order, MaterializedOrder) else None
+        if share is None or listed is None or listed.error is None:
+            return share
+        given = len(listed) * (world.world_size if self._own else 1)
+        start, step = min(share.start, given), self.options.global_batch or share.global_batch
+        return replace(share, size=start + (given - start) // step * step, start=start, fails=True)
+
     def describe(self) -> dict[str, str]:
         """The order, and whether positions count batches or samples."""
         described = {"order": self._order.describe(), "unit": "batch" if self._listed_batches else "sample"}
@@ -281,7 +292,7 @@ class MapDataLoaderAdapter(Adapter):
         answers = unwrapped(answers, run.reports.append)
         if listed is None:
             return IteratorSession(answers, close=close)
-        return IteratorSession(answers, f"{_OF_THIS}{listed.crc}", f"{_OF_LAST}{listed.crc}", close)
+        return IteratorSession(answers, f"{_OF_THIS}{listed.crc}", f"{_OF_LAST}{listed.crc}", close, listed.error)
 
     def samples(self, seed: int, epoch: int) -> Samples | None:
         """The dataset's, in the sampler's order; None if that does not end."""

@@ -91,7 +91,7 @@ class SamplerDriven:
                 key = derive_key(seed, number) if number and not isinstance(order, MaterializedOrder) else seed
                 listed = order.epoch(key, epoch)
                 every = (as_list(listed[at : min(at + _AHEAD, len(listed))]) for at in range(0, len(listed), _AHEAD))
-                return itertools.chain.from_iterable(every)
+                return _each(itertools.chain.from_iterable(every), _error_of(listed))
 
             return StandIn(samplers[path], indices)
 
@@ -102,6 +102,10 @@ def _each(indices: Iterable[Any], end: Exception | None) -> Iterator[Any]:
     yield from indices
     if end is not None:
         raise end
+
+
+def _error_of(order: EpochOrder | MaterializedEpoch) -> Exception | None:
+    return order.error if isinstance(order, MaterializedEpoch) else None
 
 
 _AHEAD = 256  # indices that are computed at once
@@ -195,7 +199,7 @@ class _Slices:
             wanted += (stop - start) * count
         if len(indices) == wanted:
             return indices, Deviation(f"drew more than {count} indices from a sampler")
-        return indices, None
+        return indices, _error_of(order)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

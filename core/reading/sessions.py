@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ class IteratorSession(Session):
         detail: the same throughout the epoch: the CRC of the epoch's list, if the order is listed.
         following: the detail with which the next epoch begins.
         close: releases what the iterator holds.
+        error: raised once after the batches, in place of their end.
     """
 
     def __init__(
@@ -51,9 +52,12 @@ class IteratorSession(Session):
         detail: str = "",
         following: str = "",
         close: Callable[[], None] | None = None,
+        error: Exception | None = None,
     ) -> None:
+        answers = answers if error is None else itertools.chain(answers, map(_raised, (error,)))
         self.take = answers.__next__
-        self._detail, self._following, self._close = detail, following, close
+        self._detail, self._following = detail, following
+        self._close = close
 
     def detail(self, bookmark: Any) -> str:
         """The same throughout the epoch."""
@@ -69,6 +73,10 @@ class IteratorSession(Session):
         close, self._close = self._close, None
         if close is not None:
             close()
+
+
+def _raised(error: Exception) -> NoReturn:
+    raise error
 
 
 def _like(index: Any, number: int) -> Any:
