@@ -23,6 +23,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from torchdata.stateful_dataloader import StatefulDataLoader
+
 import midepoch
 from midepoch import MidepochError, MidepochWarning
 from midepoch.loader.loader import Loader
@@ -320,6 +322,35 @@ def test_a_pass_that_is_open_over_a_restart_is_an_error() -> None:
         assert factors(loader) == [2.0]
         with pytest.raises(MidepochError):
             next(left)
+
+
+class Shuffling(IterableDataset[Any]):
+    """Shuffles anew in each epoch, by a generator of its worker process."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in random.sample(range(12), 12):
+            yield torch.tensor([number, random.randrange(1000)])
+
+
+def test_kept_workers_of_a_stateful_dataloader_shuffle_as_after_a_resume() -> None:
+    def run(state: Any = None, stop: tuple[int, int] | None = None) -> tuple[list[Any], Any]:
+        seen: list[Any] = []
+        source: Any = StatefulDataLoader(Shuffling(), 4, num_workers=1, persistent_workers=True)
+        with midepoch.wrap(source, seed=0) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            for epoch in loader.epochs(3):
+                for number, batch in enumerate(loader):
+                    seen.append(batch.tolist())
+                    if stop == (epoch, number):
+                        return seen, loader.state_dict()
+        return seen, None
+
+    whole, _ = run()
+    assert len({str(whole[first : first + 3]) for first in (0, 3, 6)}) == 3
+    for stop in [(0, 1), (1, 0), (2, 1)]:
+        before, state = run(stop=stop)
+        assert before + run(state)[0] == whole
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -26,7 +26,7 @@ __all__ = [
     "forget_end", "gives_out_of_order", "go_to_the_end", "grain_divides", "grain_names_an_address", "grain_steps",
     "has_shuffle_buffer", "has_workers", "held_by_nodes", "hugging_face_divides", "hugging_face_steps",
     "litdata_chunks", "litdata_rank", "litdata_saved", "nodes_in", "not_restarting", "own_samplers", "reads_ahead",
-    "starts_kept_workers", "without_iterator",
+    "without_iterator",
 ]  # fmt: skip
 
 
@@ -173,11 +173,6 @@ def forget_end(iterator: Any) -> None:
     """
     if getattr(iterator, "_cached_item", True) is None and hasattr(iterator, "_cached_state_dict"):
         iterator._cached_state_dict = None
-
-
-def starts_kept_workers(loader: Any) -> bool:
-    """Whether the next pass over a StatefulDataLoader starts worker processes that later passes keep."""
-    return bool(loader.persistent_workers and loader.num_workers and getattr(loader, "_iterator", None) is None)
 
 
 def without_iterator(loader: Any) -> Any:

@@ -23,6 +23,7 @@ from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order.keys import TORCH_KEYS, derive_key
 from midepoch.randomness.owned import find_generators
 from midepoch.randomness.streams import Purpose, Streams
+from midepoch.reading.private import end_early_workers
 from midepoch.samplers import length_of
 
 __all__ = ["NodesAdapter", "TorchdataAdapter"]
@@ -119,9 +120,7 @@ class TorchdataAdapter(StatefulAdapter):
             return self._read_again(run)
         if self._inside is not None and state is None:
             self._inside.load_state_dict(self._inside_first)
-        if state is None and self.reach is Reach.EPOCHS and private.starts_kept_workers(self.source):
-            # Later passes begin by a reset, and a reset draws another order than the start of workers.
-            self._start_seeded(run, None)
+        end_early_workers(self.source)  # kept ones have the generators, and the dataset, of an earlier epoch
         return self._start_seeded(run, state)
 
     def told_epochs(self) -> list[Any]:
@@ -131,9 +130,7 @@ class TorchdataAdapter(StatefulAdapter):
 
     def tell_the_epoch(self, epoch: int) -> None:
         """Tell all that may be told: the loader that was wrapped is told in its place."""
-        # Kept worker processes have a copy of the dataset. Hugging Face's reaches those, too.
-        kept = self.source.persistent_workers and self._inside is None
-        for each in (*self._samplers, *([] if kept else [self.source.dataset])):
+        for each in (*self._samplers, self.source.dataset):
             if callable(tell := getattr(each, "set_epoch", None)):
                 tell(epoch)
 
