@@ -71,7 +71,7 @@ def _feed(call: CallWrapper, loader: Loader, world: World | None) -> None:
             f"{type(loader).__name__}: write `def train(call: CallWrapper = None)`, and feed(call, midepoch.wrap(...))"
         )
     part, now = Part("of the wrapped function", found), World.current() if world is None else world
-    stated = part.stated_world
+    stated = part.context.options.world
     if world is None and stated is not None and (stated.rank, stated.world_size) != (now.rank, now.world_size):
         raise MidepochError(
             f"the loader was wrapped with world= rank {stated.rank} of {stated.world_size}, and this process is rank "

@@ -82,9 +82,9 @@ class Feed:
             raise MidepochError("feed was called for this Manager before: call it once, and loop over what it returned")
         self.loader, self._manager, self._part = loader, manager, Part("of torchft", loader)
         self._group = self._part.world
-        if self._part.tail != "uneven":
+        if (tail := self._part.adapter.tail_in_use) != "uneven":
             raise ValueError(
-                f"the loader has tail={self._part.tail!r}, so that some samples would be trained on twice or not at "
+                f"the loader has tail={tail!r}, so that some samples would be trained on twice or not at "
                 "all whenever groups leave or join: pass tail='uneven' to midepoch.wrap"
             )
         if self._part.options["on_error"] == "next":

@@ -49,9 +49,9 @@ class CombinedAdapter(Adapter):
         names, loaders, self.keys = names_and_parts(source)
         self.members = [Part(name, loader) for name, loader in zip(names, loaders, strict=True)]
         for part in self.members:
-            if part.global_batch is not None:
+            if (together := part.context.options.global_batch) is not None:
                 raise UnsupportedSourceError(
-                    f"part {part.name} has global_batch={part.global_batch}, and a combination counts single batches: "
+                    f"part {part.name} has global_batch={together}, and a combination counts single batches: "
                     "wrap it without, and accumulate over the combination's batches"
                 )
             if not part.remembers:
@@ -59,7 +59,7 @@ class CombinedAdapter(Adapter):
                     f"part {part.name} keeps its own state, and a combination asks for those before its last batches. "
                     "Wrap it with remember=1, or with as many as in_flight may be: midepoch.wrap(source, remember=1)"
                 )
-            part.wait_for_others()
+            part.context.is_part = True
         self.facts = Facts("step")
         self.mode: Mode = options.settings["mode"]
         self.until: Until = options.settings["until"]
@@ -166,7 +166,7 @@ class CombinedAdapter(Adapter):
         """What every part promises."""
 
         def every(question: str) -> Capability:
-            answers = [(part.name, getattr(part.promises, question)) for part in self.members]
+            answers = [(part.name, getattr(part.loader.capabilities, question)) for part in self.members]
             for name, answer in answers:
                 if not answer:
                     return Capability(False, f"part {name}: {answer.reason}")

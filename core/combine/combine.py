@@ -116,7 +116,7 @@ def _checked_weights(loaders: Any, weights: Any) -> list[float]:
 
 
 def _common_world(names: list[str], parts: list[Loader]) -> World | None:
-    stated = [Part(name, part).stated_world for name, part in zip(names, parts, strict=True)]
+    stated = [Part(name, part).context.options.world for name, part in zip(names, parts, strict=True)]
     if len(set(stated)) > 1:
         told = ", ".join(f"part {name} has {world}" for name, world in zip(names, stated, strict=True))
         raise ValueError(f"the parts must share one world, but {told}: give all of them the same, or none")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..errors import MidepochError
+from ..errors import MidepochError, UnsupportedSourceError
 from ..randomness.streams import process_seed
 from ..world import World, warn_of_mesh
 from .adapter import Adapter, Options, Run, Session
@@ -71,6 +71,29 @@ class RunContext:
             if self.options.world is None and self.adapter.facts.world is None:
                 warn_of_mesh()
         return world
+
+    def check_reshard(self, world: World, epoch: int) -> None:
+        """Raise an UnsupportedSourceError if this source cannot be shared by another world within this epoch."""
+        adapter = self.adapter
+        if not adapter.elastic:
+            raise UnsupportedSourceError(
+                f"this source cannot be shared by another number of ranks ({adapter.promises.elastic_world.reason}): "
+                "stop all ranks, and start them again in a world that it supports"
+            )
+        if not adapter.rank_independent and self.world().world_size > 1:
+            raise UnsupportedSourceError(
+                f"each rank knows only its own part of this source ({adapter.promises.rank_independent.reason}): save "
+                "midepoch.gather(loader), and load it on all ranks of the new world"
+            )
+        by_source = adapter.facts.world
+        if by_source is not None:
+            raise UnsupportedSourceError(
+                f"the source's sampler is for rank {by_source.rank} of {by_source.world_size}: make it for one "
+                "process (num_replicas=1, rank=0), and let midepoch shard"
+            )
+        for part, _ in adapter.parts():
+            part.check_reshard(world)
+        adapter.size(self.seed(world), epoch, world)  # some sources are made for one world
 
     def session(self, run: Run) -> Session:
         """Open a session. The seed and the world are kept."""

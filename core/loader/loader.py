@@ -387,7 +387,7 @@ class Loader:
         """
         if not isinstance(world, World):
             raise TypeError(f"reshard takes a midepoch.World, got {world!r:.80}")
-        self._check_reshard(world)
+        self._context.check_reshard(world, self.epoch)
         if self._progress.skipped:
             raise MidepochError(
                 f"reshard() after a batch that could not be read, at position {self.position} of epoch {self.epoch}: "
@@ -401,29 +401,6 @@ class Loader:
         self._context.resharded, self._context.last = world, None
         if (latest := self._progress.latest()) is not None:
             latest.resharded = True
-
-    def _check_reshard(self, world: World) -> None:
-        """Raise an UnsupportedSourceError if this source cannot be shared by another world while it is read."""
-        adapter = self._adapter
-        if not adapter.elastic:
-            raise UnsupportedSourceError(
-                f"this source cannot be shared by another number of ranks ({adapter.promises.elastic_world.reason}): "
-                "stop all ranks, and start them again in a world that it supports"
-            )
-        if not adapter.rank_independent and self._context.world().world_size > 1:
-            raise UnsupportedSourceError(
-                f"each rank knows only its own part of this source ({adapter.promises.rank_independent.reason}): save "
-                "midepoch.gather(loader), and load it on all ranks of the new world"
-            )
-        by_source = adapter.facts.world
-        if by_source is not None:
-            raise UnsupportedSourceError(
-                f"the source's sampler is for rank {by_source.rank} of {by_source.world_size}: make it for one "
-                "process (num_replicas=1, rank=0), and let midepoch shard"
-            )
-        for part, _ in adapter.parts():
-            part.check_reshard(world)
-        adapter.size(self._context.seed(world), self.epoch, world)  # some sources are made for one world
 
     def commit(self) -> None:
         """Declare that the batches handed out so far were trained on. From now on, states say what is committed.

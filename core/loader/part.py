@@ -8,9 +8,9 @@ from typing import Any
 
 from ..errors import StateError, UnsupportedSourceError
 from ..state.format import State
-from ..world import Share, Tail, World
-from .adapter import Reach, Samples
-from .capabilities import Capabilities
+from ..world import Share, World
+from .adapter import Adapter, Reach, Samples
+from .context import RunContext
 from .loader import Loader
 from .place import Place
 
@@ -23,79 +23,49 @@ class Part:
     Attributes:
         name: for messages.
         loader: the user's.
+        progress, context, adapter: the loader's.
         taken: batches of this part that the combination has handed out; the combination counts them.
         pending: at most one batch, read but not handed out because another part failed.
     """
 
     def __init__(self, name: str, loader: Loader) -> None:
         self.name, self.loader, self.taken = name, loader, 0
+        self.progress = loader._progress
+        self.context: RunContext = self.progress.context
+        self.adapter: Adapter = self.context.adapter
         self.pending: list[Any] = []
         self._pass: Iterator[Any] = iter(loader)
 
     @property
     def remembers(self) -> bool:
         """Whether it still knows its state of some batches ago, as `in_flight` needs."""
-        return self.loader._adapter.facts.remembers or self.loader._options.remember > 0
+        return self.adapter.facts.remembers or self.context.options.remember > 0
 
     @property
     def reads_on(self) -> bool:
         """Whether only reading leads its source to the next epoch."""
-        return not self.loader._adapter.facts.remembers
-
-    def wait_for_others(self) -> None:
-        """Give a batch that failed again, unless the user states otherwise, and stay at the end of an epoch."""
-        self.loader._context.is_part = True
-
-    @property
-    def promises(self) -> Capabilities:
-        """Its `Capabilities`."""
-        return self.loader.capabilities
+        return not self.adapter.facts.remembers
 
     @property
     def options(self) -> dict[str, Any]:
         """The keywords with which it was wrapped."""
-        stated = dict(vars(self.loader._options))
+        stated = dict(vars(self.context.options))
         settings: Mapping[str, Any] = stated.pop("settings")
         return {**stated, **settings}
 
     @property
-    def departs(self) -> frozenset[str] | None:
-        """As of its adapter."""
-        return self.loader._adapter.facts.departs
-
-    @property
-    def stated_world(self) -> World | None:
-        """The world given to `wrap`, if any."""
-        return self.loader._options.world
-
-    @property
     def world(self) -> World:
         """The world as it is now."""
-        return self.loader._context.world()
-
-    @property
-    def batch_size(self) -> int:
-        """Units in a batch of one rank."""
-        return self.loader._adapter.facts.batch_size
-
-    @property
-    def global_batch(self) -> int | None:
-        """Units in a global batch of several steps, as given to `wrap`."""
-        return self.loader._options.global_batch
-
-    @property
-    def tail(self) -> Tail:
-        """What to do with the last samples if their number is not divisible by the world size."""
-        return self.loader._adapter.tail_in_use
+        return self.context.world()
 
     def check_reshard(self, world: World) -> None:
         """Raise an UnsupportedSourceError if the loader cannot be shared by another world while it is read."""
         self.refuse_uneven(world)
-        self.loader._check_reshard(world)
+        self.context.check_reshard(world, self.epoch)
 
     def refuse_uneven(self, world: World) -> None:
         """Raise an UnsupportedSourceError if the ranks could read different parts at one step."""
-        if world.world_size > 1 and self.tail == "uneven":
+        if world.world_size > 1 and self.adapter.tail_in_use == "uneven":
             raise UnsupportedSourceError(
                 f"part {self.name} has tail='uneven', so that ranks may have unequal numbers of batches, and would "
                 "read different parts at one step: wrap it with tail='pad' or 'drop'"
@@ -104,28 +74,27 @@ class Part:
     def reshard(self, world: World) -> None:
         """As `Loader.reshard`. A pending batch is read again, and one that could not be read is tried again."""
         self.pending.clear()
-        self.loader._progress.failed.clear()
+        self.progress.failed.clear()
         self.loader.reshard(world)
 
     def begin_again(self, error: type[BaseException], words: str) -> None:
         """The training loop begins again: raise `error` at the next batch, unless a state is loaded before."""
         self.pending.clear()
-        self.loader._progress.begin_again(error, words)
+        self.progress.begin_again(error, words)
 
     # --- how much there is ---
 
     def length(self, epoch: int) -> int | None:
         """Batches of one full epoch on this rank; None if unknown."""
-        return self._steps(self.loader._context.seed(self.world), Place(epoch, 0))
+        return self._steps(self.context.seed(self.world), Place(epoch, 0))
 
     def left(self) -> int | None:
         """Batches left in its epoch on this rank; None if unknown."""
-        return self.loader._progress.steps_left()
+        return self.progress.steps_left()
 
     def anyone_has_more(self) -> bool:
         """Whether any rank has a batch left in this epoch, as far as is known."""
-        progress = self.loader._progress
-        share = progress.share(self.world, progress.epoch, progress.position)
+        share = self.progress.share(self.world, self.epoch, self.position)
         return share is None or share.global_steps > 0
 
     def left_at(self, state: State) -> int | None:
@@ -133,21 +102,21 @@ class Part:
         return self._steps(state["seed"], self._place_in(state))
 
     def _steps(self, seed: int, place: Place) -> int | None:
-        adapter = self.loader._adapter
+        adapter = self.adapter
         adapter.prepare(place, seed, "measured")
         share: Share | None = adapter.share(seed, place.epoch, place.position, self.world, place.detail)
         return None if share is None else share.steps
 
     def samples(self, epoch: int) -> Samples | None:
         """The samples of an epoch, if they can be read one by one."""
-        adapter, seed = self.loader._adapter, self.loader._context.seed(self.world)
+        adapter, seed = self.loader._adapter, self.context.seed(self.world)
         adapter.prepare(Place(epoch, 0), seed, "measured")
         return adapter.samples(seed, epoch)
 
     # --- where it stands ---
 
     def _place_in(self, state: State) -> Place:
-        return self.loader._progress.states.place(state, self.world)
+        return self.progress.states.place(state, self.world)
 
     @property
     def position(self) -> int:
@@ -166,7 +135,7 @@ class Part:
     def check(self, state: State) -> None:
         """Raise a StateError that names the part unless it can continue from `state`."""
         try:
-            self.loader._progress.check(state)
+            self.progress.check(state)
         except StateError as error:
             raise type(error)(f"part {self.name}: {error}") from error
 
@@ -178,7 +147,7 @@ class Part:
         """
         if (state["epoch"], state["position"]) == (epoch, 0):
             return state
-        adapter = self.loader._adapter
+        adapter = self.adapter
         if adapter.reach is Reach.STATES and epoch != state["epoch"] + 1:
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
         here = self._place_in(state)
@@ -186,7 +155,7 @@ class Part:
             here = here.after()
         if here[:2] != (epoch, 0):
             here = Place(epoch, 0, adapter.detail_at(here, (epoch, 0), state["seed"], self.world))
-        return self.loader._progress.states.build(here, state["seed"], self.world, state.get("witness", ""))
+        return self.progress.states.build(here, state["seed"], self.world, state.get("witness", ""))
 
     def leave_epoch(self) -> None:
         """Go to the beginning of the next epoch, unless this one has not begun."""
@@ -209,19 +178,19 @@ class Part:
     @property
     def is_open(self) -> bool:
         """Whether a session is open at its place; only then does it notice the epoch's end."""
-        return self.loader._progress.has_session
+        return self.progress.has_session
 
     def go_to(self, state: State) -> None:
         """Make the batch that follows `state` the next one."""
         loader = self.loader
         if loader.position and (state["epoch"], state["position"]) == (loader.epoch + 1, 0) and not self.reads_on:
             self.pending.clear()
-            loader._progress.end_epoch()  # unlike a load, it keeps the history of batches in flight
+            self.progress.end_epoch()  # unlike a load, it keeps the history of batches in flight
         if self._is_at(state):
             # A new pass over a loader in the middle of an epoch would begin another one.
             if not loader.position and not self.pending:
                 self._new_pass()
-            if self.pending or not loader.position or self._pass is loader._progress.latest():
+            if self.pending or not loader.position or self._pass is self.progress.latest():
                 return
         self.pending.clear()
         loader.load_state_dict(state)
@@ -233,12 +202,12 @@ class Part:
             if self.reads_on and not self.is_open:
                 with contextlib.suppress(StopIteration):
                     self.loader.peek()
-            self.loader._progress.end_epoch()
+            self.progress.end_epoch()
         self._new_pass()
 
     def _new_pass(self) -> None:
         """One that has been given its last batch need not be told: a look at the next batch is of the next epoch."""
-        self.loader._progress.finish()
+        self.progress.finish()
         self._pass = iter(self.loader)
 
     def _is_at(self, state: State) -> bool:

@@ -224,7 +224,7 @@ def recognise(settings: Settings, options: Mapping[str, Any]) -> Nature:
             derived.append(("num_workers", 0))
             if type(source.batch_sampler) is BatchSampler and "batch_size" not in taken:
                 derived.append(("batch_size", source.batch_sampler.batch_size))
-        ranks = loader is None or (isinstance(made, Loader) and Part("", made).stated_world is None)
+        ranks = loader is None or (isinstance(made, Loader) and Part("", made).context.options.world is None)
         if ranks and not own_state and not taken.keys() & set(_WORLD):
             derived += [("rank", 0), ("world_size", 1)]
         drop_last = isinstance(source, DataLoader) and source.drop_last
@@ -232,15 +232,15 @@ def recognise(settings: Settings, options: Mapping[str, Any]) -> Nature:
         if loader is not None:
             iterable = isinstance(made, Loader) and (hasattr(type(source), "__iter__") or inspect.isfunction(source))
             part = Part("", loader)
-            then = part.options["then"] is not None
-            return replace(nature, other="bare" if iterable else None, tail=part.tail, works_on_batches=then)
+            then, tail = part.options["then"] is not None, part.adapter.tail_in_use
+            return replace(nature, other="bare" if iterable else None, tail=tail, works_on_batches=then)
         try:
             wrapped = wrap(made, seed=0)
         except UnsupportedSourceError as error:
             return replace(nature, side="given" if own_state else "bare", refusal=str(error))
         if own_state:
             return Nature(kind, "given", "wrapped")
-        return replace(nature, side="wrapped", other="bare", tail=Part("", wrapped).tail)
+        return replace(nature, side="wrapped", other="bare", tail=Part("", wrapped).adapter.tail_in_use)
 
 
 def possible_variations(settings: Settings, subject: Subject) -> Subject:

@@ -181,8 +181,8 @@ def _opened(settings: Settings, options: Mapping[str, Any], way: _Way, side: Sid
             source = rebuilt(source, source.num_workers, persistent_workers=True)
             loader = wrap(source, **part.options)
         if side == "wrapped":
-            whole = frozenset() if part.global_batch is None else frozenset({"tail"})
-            yield _Opened(loader, source, departs=(part.departs or frozenset()) | whole)
+            whole = frozenset() if part.context.options.global_batch is None else frozenset({"tail"})
+            yield _Opened(loader, source, departs=(part.adapter.facts.departs or frozenset()) | whole)
             return
         if why := _no_plain(source, part):
             raise InapplicableError(f"{why}: give plain=, a function that makes the plain loader")
@@ -195,7 +195,7 @@ def _opened(settings: Settings, options: Mapping[str, Any], way: _Way, side: Sid
 
 def _no_plain(source: Any, part: Part) -> str:
     """Why the source of a loader cannot be read by itself; '' if it can."""
-    if part.departs is None:
+    if part.adapter.facts.departs is None:
         return "the source is read by midepoch alone"
     if "mode" in part.options:
         return "a combination has no plain loader"
