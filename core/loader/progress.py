@@ -629,6 +629,11 @@ class Progress:
                 f"the source ended after {reading.steps} of the {share.steps} batches that were left: correct its "
                 "__len__, or find where its code raises StopIteration"
             ) from None
+        if reading.last_step is None and self.context.is_part and not nothing_left:
+            self.suspend()  # a combination's states of some batches ago need the place at the end
+            self.new_epoch = True
+            self._end(this)
+            return False
         # The end of an unknown length, an empty epoch, or last steps of which only other ranks have batches.
         self.last_given_out(this, reading)
         if nothing_left and self.body is not None:
