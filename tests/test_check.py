@@ -122,18 +122,79 @@ def test_a_broken_loader_leads_with_the_cause(checked: dict[str, tuple[Checked, 
         assert word in done.stdout
 
 
-def test_what_does_not_repeat_itself_is_said_once() -> None:
-    """Nearly every law fails, for one cause: it fits on a screen, and names the line that draws."""
-    done = check("check_sources:drifting", "--epochs=1")
-    assert done.returncode == 1, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) <= 25, done.stdout
-    assert lines[1].startswith("It does not repeat itself")
-    assert re.search(r"first seen +epoch 0, batch 0", done.stdout)
-    assert re.search(r"drawn at +check_sources.py:\d+: generator = np.random.default_rng\(\)", done.stdout)
-    assert re.search(r"1\d more fail with it: states, determinism, tail", done.stdout)
-    assert re.search(r"instead +draw from the global generators", done.stdout)
-    assert "Traceback" not in done.stdout and done.stdout.count("usually") == 0
+SOURCE = r"check_sources.py:\d+: "
+SAID: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "drifting --epochs=1": (
+        "nearly every law fails, for one cause", 1,
+        ("^It does not repeat itself", "first seen +epoch 0, batch 0",
+         rf"drawn at +{SOURCE}generator = np.random.default_rng\(\)",
+         r"1\d more fail with it: states, determinism, tail", "instead +draw from the global generators"),
+    ),
+    "unseeded --laws=tail": (
+        "midepoch refuses the order", 1,
+        ("^Unseeded does not repeat itself: two lists for epoch 0",
+         rf"drawn at +{SOURCE}return iter\(np.random.default_rng\(\)",
+         r"cut +\d+ of 24 samples lost, \d+ twice +fails: SourceError"),
+    ),
+    "dropping --quick --epochs=1 --laws=partition,topology": (
+        "two of 22 in batches of four, and what does not divide by the ranks, are not lost", 0,
+        ("Laws and trials: 2 hold.", "continued on 2 ranks .* exact", "continued with batches of 5 .* exact"),
+    ),
+    "mixing --quick --epochs=1 --laws=tail,partition,topology": (
+        "samples that then= mixes have no name, and are compared by batches", 0,
+        ("^It continues exactly where it was cut", r"2 do not apply \(partition, topology\)",
+         r"rest of an epoch that was cut +\d+ of 22 samples lost, \d+ twice +exact"),
+    ),
+    "built_for_its_rank --quick --epochs=1 --laws=reshard": (
+        "a loader that is built for its rank refuses to change it", 0, (r"1 refused clearly \(reshard\)",),
+    ),
+    "ends_early --quick --epochs=1 --laws=transparent": (
+        "a resumed run agrees with the wrapped one, so that only the plain loader can show it", 1,
+        ("^Without any resume, it does not give what the plain loader gives", "first seen +epoch 0, batch 4",
+         "expected +as the plain loader: sample 8 once", "got +never; lost: 8, 9"),
+    ),
+    "failing": (
+        "an error of the dataset", 1,
+        ("OSError while iterating, pass 0: seven is damaged", "first seen +epoch 0, batch 1",
+         rf"raised at +{SOURCE}raise OSError"),
+    ),
+    "streamed --quick --epochs=1 --laws=tail,cost": (
+        "a generator function", 0,
+        ("^It continues exactly", r"Laws and trials: 1 hold; 1 not promised \(cost\).",
+         "its state .* bytes, what was read is read again"),
+    ),
+    "once": ("what cannot be wrapped", 1, ("^midepoch.wrap refuses it: ",)),
+    "alone --seconds=0.001 --epochs=1": (
+        "no law is begun when the time is over", 0,
+        (r"26 not reached \(lists, .*rollback\)", "--seconds 300", "^No law that was examined is broken"),
+    ),
+    "entropic --laws=tail,isolation,refusal --epochs=1 --world-sizes=1": (
+        "numbers that no seed restores, as capabilities says, are no fault of states", 1,
+        (r"^It does not continue exactly, and says so: two reads of sample \d+ differ in \[1\] *$",
+         rf"drawn at +{SOURCE}return index, int.from_bytes\(os.urandom\(6\)\)",
+         "instead +draw from the global generators"),
+    ),
+    "entropic --laws=tail --trials=0 --epochs=1 --world-sizes=1 --quick --lenient": (
+        "it passes where that is asked for", 0, ("^It does not continue exactly, and says so",),
+    ),
+    "noisy --quick --laws=tail --epochs=1 --world-sizes=1 --trials=0": (
+        "samples with other noise are not lost", 0,
+        (r"rest of an epoch that was cut +\d+ of 24 samples not the same +exact",
+         "the epoch after it +24 of 24 samples not the same +exact"),
+    ),
+}  # fmt: skip
+"""Source and options -> what that shows, the exit status, what is told."""
+
+
+@pytest.mark.parametrize("command", SAID)
+def test_what_is_found_fits_on_a_screen(command: str) -> None:
+    name, *options = command.split()
+    why, status, told = SAID[command]
+    done = check(f"check_sources:{name}", *options)
+    assert done.returncode == status, why + done.stdout + done.stderr
+    for words in told:
+        assert re.search(words, done.stdout, re.MULTILINE), words + done.stdout
+    assert len(done.stdout.splitlines()) <= 25 and "Traceback" not in done.stdout
 
 
 def test_without_a_terminal_there_is_a_line_of_progress_at_once_and_every_ten_seconds(
@@ -147,15 +208,6 @@ def test_without_a_terminal_there_is_a_line_of_progress_at_once_and_every_ten_se
     assert first == "   0 s: what it is (1 of 5)" and len(others) > 2, done.stderr
     assert all(re.fullmatch(r" +\d+ s: [a-z, ]+ \(\d of 5\)", line) for line in others), done.stderr
     assert " of 5)" not in done.stdout
-
-
-def test_an_order_that_midepoch_refuses_is_found_in_the_users_file() -> None:
-    done = check("check_sources:unseeded", "--laws=tail")
-    assert done.returncode == 1, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) <= 25 and lines[1].startswith("Unseeded does not repeat itself: two lists for epoch 0")
-    assert re.search(r"drawn at +check_sources.py:\d+: return iter\(np.random.default_rng\(\)", done.stdout)
-    assert re.search(r"cut +\d+ of 24 samples lost, \d+ twice +fails: SourceError", done.stdout)
 
 
 def test_a_plain_dataloader_is_examined_bare_and_wrapped() -> None:
@@ -172,48 +224,6 @@ def test_a_plain_dataloader_is_examined_bare_and_wrapped() -> None:
         assert tried in done.stderr
 
 
-def test_samples_that_the_loader_drops_are_not_lost() -> None:
-    """As its DataLoader says: two of 22 in batches of four, and what does not divide by the ranks."""
-    done = check("check_sources:dropping", "--quick", "--epochs=1", "--laws=partition,topology")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Laws and trials: 2 hold." in done.stdout
-    assert re.search(r"continued on 2 ranks .* exact", done.stdout)
-    assert re.search(r"continued with batches of 5 .* exact", done.stdout)
-
-
-def test_samples_that_then_mixes_have_no_name_and_are_compared_by_batches() -> None:
-    done = check("check_sources:mixing", "--quick", "--epochs=1", "--laws=tail,partition,topology")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "It continues exactly where it was cut" in done.stdout
-    assert re.search(r"rest of an epoch that was cut +\d+ of 22 samples lost, \d+ twice +exact", done.stdout)
-    assert "2 do not apply (partition, topology)" in done.stdout
-
-
-def test_a_loader_that_is_built_for_its_rank_refuses_to_change_it() -> None:
-    done = check("check_sources:built_for_its_rank", "--quick", "--epochs=1", "--laws=reshard")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 refused clearly (reshard)" in done.stdout
-
-
-def test_samples_that_midepoch_alone_loses_are_named() -> None:
-    """A resumed run agrees with the wrapped one, so that only the plain loader can show it."""
-    done = check("check_sources:ends_early", "--quick", "--epochs=1", "--laws=transparent")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "Without any resume, it does not give what the plain loader gives" in done.stdout
-    assert re.search(r"first seen +epoch 0, batch 4", done.stdout)
-    assert re.search(r"expected +as the plain loader: sample 8 once", done.stdout)
-    assert re.search(r"got +never; lost: 8, 9", done.stdout)
-
-
-def test_an_error_of_the_dataset_is_named_with_its_line() -> None:
-    done = check("check_sources:failing")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "OSError while iterating, pass 0: seven is damaged" in done.stdout
-    assert re.search(r"first seen +epoch 0, batch 1", done.stdout)
-    assert re.search(r"raised at +check_sources.py:\d+: raise OSError", done.stdout)
-    assert len(done.stdout.splitlines()) < 15 and "Traceback" not in done.stdout
-
-
 def test_a_line_of_the_users_is_known_in_any_folder_and_one_of_midepochs_by_where_it_is(tmp_path: Path) -> None:
     """A checkout may be called midepoch, and midepoch's own files may be imported through links."""
     users = tmp_path / "midepoch" / "mine.py"
@@ -223,22 +233,6 @@ def test_a_line_of_the_users_is_known_in_any_folder_and_one_of_midepochs_by_wher
     frames = [(str(users), 2, "raise OSError(index)"), *((file, 1, "import os") for file in [*ours, os.__file__])]
     trace = "".join(f'  File "{file}", line {line}, in read\n    {text}\n' for file, line, text in frames)
     assert diagnosis._raised_at(trace) == ["mine.py:2: raise OSError(index)"]
-
-
-def test_a_generator_function_and_what_cannot_be_wrapped() -> None:
-    done = check("check_sources:streamed", "--quick", "--epochs=1", "--laws=tail,cost")
-    assert done.returncode == 0 and "It continues exactly" in done.stdout, done.stdout + done.stderr
-    assert "Laws and trials: 1 hold; 1 not promised (cost)." in done.stdout
-    assert re.search(r"its state .* bytes, what was read is read again", done.stdout)
-    done = check("check_sources:once")
-    assert done.returncode == 1 and "midepoch.wrap refuses it: " in done.stdout, done.stdout + done.stderr
-
-
-def test_no_law_is_begun_when_the_time_is_over() -> None:
-    done = check("check_sources:alone", "--seconds=0.001", "--epochs=1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"26 not reached \(lists, .*rollback\)", done.stdout)
-    assert "--seconds 300" in done.stdout and "No law that was examined is broken" in done.stdout
 
 
 SCRIPT = """
@@ -404,32 +398,6 @@ def test_what_a_trial_finds_is_named_before_anything_else(tmp_path: Path) -> Non
     assert text_of(page).index("two reads of sample") < text_of(page).index("rests on")
     without = check("check_sources:promising", "--quick", "--epochs=1", "--laws=honesty", "--trials=0").stdout
     assert "two reads of sample" not in without and "believed" not in without
-
-
-def test_numbers_that_no_seed_restores_are_the_finding_and_not_a_fault_of_states() -> None:
-    """No law is broken: `capabilities` says that they are lost, and the samples themselves are exact."""
-    done = check("check_sources:entropic", "--laws=tail,isolation,refusal", "--epochs=1", "--world-sizes=1")
-    assert done.returncode == 1, done.stdout + done.stderr
-    title = done.stdout.splitlines()[1]
-    assert re.fullmatch(r"It does not continue exactly, and says so: two reads of sample \d+ differ in \[1\] *", title)
-    assert re.search(r"drawn at +check_sources.py:\d+: return index, int.from_bytes\(os.urandom\(6\)\)", done.stdout)
-    assert re.search(r"instead +draw from the global generators", done.stdout)
-    assert len(done.stdout.splitlines()) <= 25
-
-
-@pytest.mark.parametrize("lenient", [False, True])
-def test_a_loader_that_says_itself_that_it_is_not_exact_passes_where_that_is_asked_for(lenient: bool) -> None:
-    options = ["--laws=tail", "--trials=0", "--epochs=1", "--world-sizes=1", "--quick", *["--lenient"] * lenient]
-    done = check("check_sources:entropic", *options)
-    assert done.returncode == (0 if lenient else 1), done.stdout + done.stderr
-    assert "It does not continue exactly, and says so" in done.stdout
-
-
-def test_samples_with_other_noise_are_not_counted_as_lost() -> None:
-    done = check("check_sources:noisy", "--quick", "--laws=tail", "--epochs=1", "--world-sizes=1", "--trials=0")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"rest of an epoch that was cut +\d+ of 24 samples not the same +exact", done.stdout)
-    assert re.search(r"the epoch after it +24 of 24 samples not the same +exact", done.stdout)
 
 
 @pytest.mark.parametrize("factory", ["of_kinds", pytest.param("of_nested", marks=pytest.mark.long)])

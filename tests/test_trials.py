@@ -33,9 +33,10 @@ import midepoch
 from midepoch import MidepochWarning
 from midepoch.loader.loader import Loader
 from midepoch.testing import check_resumable
+from midepoch.testing.diagnosis import diagnose
 from midepoch.testing.examine import Examination
 from midepoch.testing.record import Settings
-from midepoch.testing.report import Verdict
+from midepoch.testing.report import Report, Verdict
 from midepoch.testing.standing import stand
 from midepoch.testing.trials import TRIALS, try_promises
 from midepoch.trying import LARGEST_COPY, copy_of
@@ -583,6 +584,7 @@ def test_check_finds_what_a_job_does_not_try(name: str) -> None:
     assert re.search(words, told), told
     failed = [verdict.law for verdict in verdicts.values() if verdict.status == "failed"]
     assert failed[0] == trial or trial in ("passes", "states", "threads"), "the most telling trial comes first"
+    assert diagnose(examination, Report((), tuple(verdicts.values()))).tone == "bad"
     promises = {promise.name: promise for promise in stand(examination, list(verdicts.values()), [])}
     assert "not kept" in {promises["exact_order"].standing, promises["exact_augmentations"].standing}
 

@@ -55,7 +55,7 @@ class Diagnosis:
 UNINTERRUPTED = "uninterrupted"
 # What fails together. A loader that does not repeat itself fails in every comparison; one that does not continue where
 # it was cut cannot share the rest either.
-_REPEATS = frozenset({"determinism", "lists", "samples", "passes"})
+_REPEATS = frozenset({"determinism", "lists", "samples", "passes", "threads"})
 _CONTINUES = frozenset(
     {"tail", "next epoch", "boundary", "round trip", "isolation", "transport", "chain", "delivery", "states"}
 )

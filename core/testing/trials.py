@@ -48,7 +48,6 @@ class TriedPromise:
 
     Attributes:
         name: in reports.
-        sentence: what is tried.
         of: the capabilities that rest on it.
         examine: takes an `Examination` and seconds; returns an `Outcome` whose reason says how much was tried, or
             raises a `LawError`.
@@ -56,7 +55,6 @@ class TriedPromise:
     """
 
     name: str
-    sentence: str
     of: tuple[str, ...]
     examine: Callable[[Examination, float], Outcome]
     cause: str
@@ -86,7 +84,7 @@ TRIALS: list[TriedPromise] = []
 
 def _trial(name: str, *of: str, cause: str, cure: str) -> Callable[[Callable[[Examination, float], Outcome]], None]:
     def define(function: Callable[[Examination, float], Outcome]) -> None:
-        TRIALS.append(TriedPromise(name, (function.__doc__ or "").strip(), of, function, cause, cure))
+        TRIALS.append(TriedPromise(name, of, function, cause, cure))
 
     return define
 

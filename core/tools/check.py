@@ -6,10 +6,9 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
 
 from tqdm import tqdm
 
@@ -72,22 +71,22 @@ def examine(
         judge(Examination(settings), laws)  # names an unknown law
     with contextlib.ExitStack() as stack:
         draft = stack.enter_context(_draft(page)) if page else None
-        bar = stack.enter_context(_Bar(4 + len(tries) + len(names) + (page is not None)))
-        bar.begin("what it is")
+        begin = stack.enter_context(_progress(4 + len(tries) + len(names) + (page is not None)))
+        begin("what it is")
         nature = _recognise(settings, target)
         sides = _sides(_fitted(settings, nature, tail_is_stated), nature)
         if nature.refusal and nature.side == "bare":
             report = Report((_refused(nature),))
-            bar.begin("how it is resumed today")
+            begin("how it is resumed today")
             comparison = Comparison.of({heading: answer_all(each) for heading, each in sides.items()})
             diagnosis = Diagnosis(f"midepoch.wrap refuses it: {nature.refusal}", "bad")
         else:
-            report, comparison = _examine(sides, names, tries, trials, seconds, bar)
-            bar.begin("which cause")
+            report, comparison = _examine(sides, names, tries, trials, seconds, begin)
+            begin("which cause")
             diagnosis = diagnose(next(iter(sides.values())), report)
         found = list(shown.finding(target, nature.kind, diagnosis, comparison))
         if draft is not None and page is not None:
-            bar.begin("pictures of each cut")
+            begin("pictures of each cut")
             # Of the other side, one picture is enough to see what is lost.
             pictures = {name: take_pictures(each, few=number > 0) for number, (name, each) in enumerate(sides.items())}
             text = shown.make_page(found, pictures, shown.grounds(report, verbose=True))
@@ -99,42 +98,40 @@ def examine(
     return report.holds and (lenient or diagnosis.tone == "good")
 
 
-class _Bar:
-    """What is being tried, on stderr: as a progress bar on a terminal, as a line every ten seconds elsewhere."""
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A function that names what is tried now; what was tried before is done.
 
-    def __init__(self, total: int) -> None:
-        self._bar = tqdm(total=total, disable=None, leave=False, bar_format="{desc:<24} {bar} {n_fmt}/{total_fmt}")
-        self._total = total
-        self._stage = ""
-        self._number = 0
-        self._ended = threading.Event()
-        # A thread, since one stage can take longer than ten seconds: a log shows at any time what is being tried.
-        self._lines = threading.Thread(target=self._write_lines, args=(sys.stderr,), daemon=True)
+    It is shown on stderr: as a progress bar on a terminal, as a line every ten seconds elsewhere.
+    """
+    bar = tqdm(total=total, disable=None, leave=False, bar_format="{desc:<24} {bar} {n_fmt}/{total_fmt}")
+    stages: list[str] = []
+    over, stderr, begun = threading.Event(), sys.stderr, time.monotonic()
 
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-        self._ended.set()
-        if self._lines.is_alive():
-            self._lines.join()
-
-    def begin(self, name: str) -> None:
-        """Name what is tried now; what was tried before is done."""
-        self._bar.update(min(self._number, 1))
-        self._number += 1
-        self._stage = name
-        self._bar.set_description_str(name)
-        if self._bar.disable and self._number == 1:
-            self._lines.start()
-
-    def _write_lines(self, stderr: TextIO) -> None:
-        begun, ended = time.monotonic(), False
-        while not ended:
+    def write_lines() -> None:
+        told = False
+        while not told:
             seconds = time.monotonic() - begun
-            print(f"{seconds:4.0f} s: {self._stage} ({self._number} of {self._total})", file=stderr, flush=True)
-            ended = self._ended.wait(_BETWEEN_LINES)
+            print(f"{seconds:4.0f} s: {stages[-1]} ({len(stages)} of {total})", file=stderr, flush=True)
+            told = over.wait(_BETWEEN_LINES)
+
+    # A thread, since one stage can take longer than ten seconds: a log shows at any time what is being tried.
+    lines = threading.Thread(target=write_lines, daemon=True)
+
+    def begin(name: str) -> None:
+        bar.update(min(len(stages), 1))
+        stages.append(name)
+        bar.set_description_str(name)
+        if bar.disable and len(stages) == 1:
+            lines.start()
+
+    try:
+        yield begin
+    finally:
+        bar.close()
+        over.set()
+        if lines.is_alive():
+            lines.join()
 
 
 @contextlib.contextmanager
@@ -192,14 +189,15 @@ def _sides(settings: Settings, nature: Nature) -> dict[str, Examination]:
 
 
 def _examine(
-    sides: dict[str, Examination], names: list[str], tries: list[str], trials: float, seconds: float, bar: _Bar
-) -> tuple[Report, Comparison]:
+    sides: dict[str, Examination], names: list[str], tries: list[str], trials: float, seconds: float,
+    begin: Callable[[str], None],
+) -> tuple[Report, Comparison]:  # fmt: skip
     """The verdicts of trials and laws about the first side, and what happens on each side."""
     examination = next(iter(sides.values()))
     begun = time.monotonic()
-    bar.begin("an uninterrupted run")
+    begin("an uninterrupted run")
     failed = _run_through(examination, seconds)
-    bar.begin("cut, and continued")
+    begin("cut, and continued")
     answers = {heading: answer_all(each) for heading, each in sides.items()}
     # The table reads from the left to the right: today, and with midepoch.
     comparison = Comparison.of(dict(sorted(answers.items(), key=lambda side: side[0].startswith("with midepoch"))))
@@ -213,7 +211,7 @@ def _examine(
             if seconds and time.monotonic() - begun > seconds:
                 into.append(Verdict(name, "not applicable", f"{shown.NOT_REACHED} {seconds:g} s", None, 0.0))
                 continue
-            bar.begin(name)
+            begin(name)
             into.append(next(source))
     promises = stand(examination, tried, verdicts) if tried else ()
     return Report(tuple(verdicts), tuple(tried), promises), comparison
