@@ -659,3 +659,4 @@ def test_batches_are_split_into_samples() -> None:
         assert split(batch, 4) is None
     assert split((x, y), 3) == split((x.clone(), y.clone()), 3)
     assert split(None, 1) is None
+    assert split([x[:1]], 1) == split(x[:1], 1), "a list of one column"
