@@ -28,7 +28,7 @@ from exception_job import BadStepError
 from lightning_runs import Recorder, fit, mapped
 
 import midepoch
-from midepoch import MidepochWarning, Snapshot, SnapshotError, StateError
+from midepoch import MidepochWarning, Snapshot, SnapshotError, StateError, UnsupportedSourceError
 
 LEFT_OUT = r"the state of 1 batches ago is not known .*The present state is saved.*pass remember=1"
 
@@ -130,7 +130,12 @@ def test_lightning_with_a_source_that_remembers(name: str, tmp_path: Path) -> No
         assert log == whole and not told, fail_at
 
 
-@pytest.mark.parametrize("name", SOURCES)
+def test_lightning_with_several_of_which_one_does_not_is_refused() -> None:
+    with pytest.raises(UnsupportedSourceError, match=r"part 0 keeps its own state.*remember=1"):
+        fit([], functools.partial(SOURCES["several"], 0), told=[])
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name != "several"])
 def test_lightning_with_a_source_that_does_not(name: str, tmp_path: Path) -> None:
     make = functools.partial(SOURCES[name], 0)
     whole: list[Any] = []

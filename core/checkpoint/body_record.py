@@ -77,13 +77,11 @@ class BodyRecord(Record):
         """
         try:
             record = cls(**content)
-            lists = record.open, record.left, record.within, record.ahead
-            names = {*record.empty, *(name for each in lists for name in each), record.lead}
+            names = {*record.empty, *record.open, *record.left, *record.within, *record.ahead, record.lead}
             counts = [*record.empty.values(), 0 if record.epoch is None else record.epoch]
             sound = (
                 content.keys() == vars(record).keys()
                 and names <= {*known, None}
-                and {*map(type, lists)} == {list}
                 and all(type(each) is int and 0 <= each < _MOST for each in counts)
                 and (type(record.unknown), type(record.ends)) == (str, bool)
             )
