@@ -547,8 +547,8 @@ def save(row: Row) -> dict[str, Any]:
     batches = samples(row, itertools.islice(again, row.batches))
     # Of what is left, two ranks leave out what does not fill a batch for each, if the loader leaves such a batch out.
     left = flat(batches and batches[CUT:])
-    size = again._adapter.batch_size
-    dropped = len(left) % (2 * size) if left and again._adapter.drop_last else 0
+    size = again._adapter.facts.batch_size
+    dropped = len(left) % (2 * size) if left and again._adapter.facts.drop_last else 0
     return {
         "states": states, "following": following, "adapter": loader._adapter.name,
         "capabilities": {name: [bool(getattr(told, name)), str(getattr(told, name))] for name in names},
