@@ -47,7 +47,6 @@ from torch.utils.data import DataLoader, get_worker_info
 import midepoch
 from midepoch import (
     MidepochError,
-    MidepochWarning,
     SourceError,
     StateCorruptError,
     StateError,
@@ -996,20 +995,6 @@ def test_a_state_that_another_data_set_saved_is_refused_by_workers_that_persist(
         with pytest.raises(StateMismatchError, match="the dataset's first sample"):
             next(iter(loader))
         assert loader.state_dict() == state
-
-
-def test_a_first_sample_that_cannot_be_read_has_no_witness(folders: Path) -> None:
-    local = a_copy_of(folders / "first")
-    state, rest = state_after(6, local=local, shuffle=False)
-    (Path(local) / "shard.00000.mds").unlink()
-    with witness_sources.make_streaming(local=local, shuffle=False) as loader:
-        loader.load_state_dict(state)
-        with pytest.warns(MidepochWarning, match="cannot be compared"):
-            assert [label for batch in loader for label in witness_sources.labels_of(batch)] == rest
-    with witness_sources.make_streaming(local=a_copy_of(Path(local)), shuffle=False) as loader:
-        loader.seek(epoch=0, position=12)
-        next(iter(loader))
-        assert loader.state_dict()["witness"] == ""
 
 
 def test_the_example() -> None:

@@ -28,6 +28,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import midepoch
@@ -127,6 +129,14 @@ def test_samples_of_files_with_odd_names_are_those_of_the_plain_pipeline(tmp_pat
     for extra in ({"select_files": lambda name: "a" in name}, {"rename_files": lambda name: name.replace("b.", "e.")}):
         expected = list(plain(str(tmp_path / "x.tar"), **extra))
         assert list(midepoch.wrap(plain(str(tmp_path / "x.tar"), **extra))) == expected
+
+
+@given(st.lists(st.text("ab._/\n", max_size=9), max_size=4))
+def test_names_are_grouped_at_once_as_one_by_one(names: list[str]) -> None:
+    from midepoch.adapters.webdataset.index import Keys, _prefixes
+
+    found = _prefixes([name.encode() for name in names], Keys())
+    assert [each.decode() if isinstance(each, bytes) else each for each in found] == list(map(Keys().prefix, names))
 
 
 def _images(folder: Path) -> str:
@@ -1114,6 +1124,8 @@ def test_a_handler_that_goes_on_loses_the_shard_s_rest_and_no_part_of_a_sample(
     assert [number(sample) for sample in samples] == [*range(4), *range(4, 4 + whole), *range(11, 14)]
     assert all(len(sample["bin"]) == 40 for sample in samples)
     assert "shard-0001" in caplog.text and "lost" in caplog.text
+    with pytest.raises(SourceError, match="is damaged at byte"):  # nothing of this was kept for other handlers
+        list(midepoch.wrap(plain(shards), **settings))
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,30 +161,14 @@ def test_a_first_sample_that_cannot_be_read_has_no_witness(folder: Path, tmp_pat
     with make_webdataset(where) as loader:
         shard = Path(where[labels_of(next(iter(loader)))[0] // 5])
     assert not {label // 5 for label in rest} & {int(shard.stem[-4:])}
-    for options in ({}, {"verify": "strict"}, {"verify": "off"}):
-        with make_webdataset(where, options=options) as loader:
-            shard.rename(tmp_path / "away")
-            loader.load_state_dict(state)
-            try:
-                with warnings.catch_warnings(record=True) as told:
-                    warnings.simplefilter("always")
-                    if options.get("verify") == "strict":
-                        with pytest.raises(StateMismatchError, match="cannot be compared"):
-                            next(iter(loader))
-                    else:
-                        assert [label for batch in loader for label in labels_of(batch)] == rest
-                        loader.seek(epoch=0, position=14)
-                        next(iter(loader))
-                        assert loader.state_dict()["witness"] == ("" if options else state["witness"])
-                found = [str(each.message) for each in told if each.category is midepoch.MidepochWarning]
-                assert len(found) == (not options) and all("cannot be compared" in each for each in found)
-            finally:
-                (tmp_path / "away").rename(shard)
-    with make_webdataset(where) as loader:
-        shard.rename(tmp_path / "away")
-        loader.seek(epoch=0, position=14)
-        next(iter(loader))
-        assert loader.state_dict()["witness"] == ""
+    with make_webdataset(where) as loader, make_webdataset(where, options={"verify": "strict"}) as strict:
+        shard.unlink()
+        loader.load_state_dict(state)
+        with pytest.warns(midepoch.MidepochWarning, match="cannot be compared"):
+            assert [label for batch in loader for label in labels_of(batch)] == rest
+        strict.load_state_dict(state)
+        with pytest.raises(StateMismatchError, match="cannot be compared"):
+            next(iter(strict))
         loader.seek(epoch=0, position=0)
         with pytest.raises(midepoch.SourceError, match="cannot be opened"):
             next(iter(loader))

@@ -38,17 +38,9 @@ class ShardDraws(NamedTuple):
         reached = np.cumsum(self.weights)
         return np.searchsorted(reached / reached[-1], drawn, side="right").astype(np.int64)
 
-    def among(self, urls: list[str], kept: list[str]) -> ShardDraws:
-        """The same draws where only some of the shards, `kept`, can be read."""
-        if self.weights is None or len(kept) == len(urls):
-            return self
-        left = kept[::-1]
-        weights = []
-        for url, weight in zip(urls, self.weights, strict=True):
-            if left and left[-1] == url:
-                left.pop()
-                weights.append(weight)
-        return self._replace(weights=tuple(weights))
+    def among(self, kept: list[int]) -> ShardDraws:
+        """The same draws where only some of the shards can be read, those with these numbers."""
+        return self if self.weights is None else self._replace(weights=tuple(self.weights[number] for number in kept))
 
     def describe(self) -> str:
         """For the fingerprint: the number of draws, and a checksum of the weights."""

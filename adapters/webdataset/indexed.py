@@ -36,7 +36,7 @@ class IndexedAdapter(Adapter):
         super().__init__(source, options)
         self._pipeline, self._index = pipeline, index
         if pipeline.draws is not None:
-            pipeline.draws = pipeline.draws.among(pipeline.urls, [shard.url for shard in index.shards])
+            pipeline.draws = pipeline.draws.among(index.kept)
         self._order = order_of(pipeline, index.counts)
         if index.size and not self._order.size:
             raise SourceError("no shard with a weight above 0 has samples: check the weights and the shards")

@@ -97,16 +97,13 @@ class IndexedReader:
         """The first sample of the epoch as it is stored, read by its range: never more of a shard than that."""
         index, ranges = self._index, self._ranges
 
-        def where(sample: int) -> tuple[int, int, int]:
-            return index.ranges(np.array([sample]))[0]
-
         def stored(sample: int) -> bytes:
-            number, start, length = where(sample)
+            number, start, length = index.ranges(np.array([sample]))[0]
             (read,) = ranges.reads([(number, start, min(length, _MOST_LOOKED_AT))])
             return read() + b"%d" % length
 
         def name(sample: int) -> str:
-            number, start, _ = where(sample)
+            number, start, _ = index.ranges(np.array([sample]))[0]
             return f"sample {sample}, from byte {start} of {index.shards[number].url} on,"
 
         look = WitnessRequest.of(run, int(self._places(request, 0, 1)[0][0]))
