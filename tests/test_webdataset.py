@@ -763,7 +763,12 @@ def test_stages_that_draw_nothing_cost_no_seeding(urls: list[str], monkeypatch: 
 
     def counted(self: GlobalGenerators, seeded: Any) -> Any:
         start = seeding(self, seeded)
-        return lambda key: (keys.append(key), start(key))
+
+        def noted(key: int) -> None:
+            keys.append(key)
+            start(key)
+
+        return noted
 
     monkeypatch.setattr(GlobalGenerators, "seeding", counted)
     with midepoch.wrap(numbers(urls)) as loader:
