@@ -94,6 +94,11 @@ class Examination:
             return (1,)
         return tuple(sorted({1, *self.settings.world_sizes}))
 
+    @property
+    def ranks_end_apart(self) -> bool:
+        """Whether a rank of several that finds nothing left ends its pass, since others may have batches left."""
+        return self.settings.tail == "uneven" and self.capability("rank_independent")[0] is False
+
     def capability(self, name: str, **options: Any) -> tuple[bool | None, str]:
         """(yes or no, reason) as a loader with these options declares it; (None, ...) if it declares nothing."""
         declared = self._declared(**options)
@@ -434,7 +439,8 @@ class Examination:
         places = inside + [
             (epoch, count) for epoch, count in ends if all(len(head.passes[epoch].batches) == count for head in heads)
         ]
-        ranks = self.resume_world(heads, places, world_size, self.followed(inside))
+        followed = places if self.ranks_end_apart else self.followed(inside)
+        ranks = self.resume_world(heads, places, world_size, followed)
         return {place: [recordings[number] for recordings in ranks] for number, place in enumerate(places)}
 
     def head_with(self, option: str, value: int) -> Recording:
