@@ -124,7 +124,7 @@ def test_an_empty_pass_says_what_goes_on(caplog: pytest.LogCaptureFixture) -> No
             assert loader.batches_left == (0 if epoch == 0 else 6)
             list(loader)
     assert [record.message for record in caplog.records] == [
-        "all batches of epoch 0 of a loader (dataloader) are done: a pass over it is empty"
+        "a pass over a loader (dataloader) is empty: all batches of epoch 0 are done"
     ]
 
 

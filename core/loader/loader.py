@@ -424,7 +424,7 @@ class Loader:
                 f"nothing to commit: no batch was handed out since epoch {place.epoch}, position {place.position}; "
                 "call commit() once after each step"
             )
-        progress.keep(place, progress.state_at(place))
+        progress.origin, progress.committed = place, progress.state_at(place)
 
     def rollback(self) -> None:
         """Give again the batches handed out since the last commit, or since the last load if there was no commit.

@@ -20,7 +20,7 @@ import contextlib
 import enum
 import logging
 import weakref
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from ..errors import MidepochError, SourceError, StateError, warn
 from ..state.format import State
@@ -108,7 +108,7 @@ class Progress:
 
     Attributes:
         context, states: what sessions are opened with; what states say.
-        place: where the next batch is, until a batch of the open session was handed out, which then knows.
+        place: where the next batch is; while a session is open, where its first batch was.
         reading: the open session; None while none is open, and after an epoch's last batch.
         spent: the session of a pass that was given its epoch's last batch, and has not been told that it has ended.
         latest: a reference to the latest pass, until that has been told that it has ended.
@@ -163,8 +163,7 @@ class Progress:
     @property
     def epoch(self) -> int:
         """The epoch of the next batch."""
-        reading = self.reading
-        return self.place.epoch if reading is None else reading.run.epoch
+        return self.place.epoch
 
     @property
     def position(self) -> int:
@@ -205,8 +204,9 @@ class Progress:
 
     @property
     def _name(self) -> str:
-        """Of this loader in the body."""
-        return next(name for name, each in self.body.loaders.items() if each is self) if self.body is not None else ""
+        """Of this loader in its body."""
+        loaders = {} if self.body is None else self.body.loaders
+        return next(name for name, each in loaders.items() if each is self)
 
     @property
     def within(self) -> bool:
@@ -271,11 +271,8 @@ class Progress:
         """As `Loader.state_dict`, where nothing was committed."""
         if in_flight:
             return self.state_at(place_before(self.history, in_flight))
-        loaded = self.loaded
-        if loaded is not None and not self.history and (self.epoch, self.position) == (
-            loaded["epoch"],
-            loaded["position"],
-        ):
+        loaded, here = self.loaded, (self.epoch, self.position)
+        if loaded is not None and not self.history and here == (loaded["epoch"], loaded["position"]):
             return dict(loaded)
         return self.state_at(self.here())
 
@@ -320,7 +317,9 @@ class Progress:
         seed = self.context.seed(self.context.world()) if state is None else state["seed"]
         self.put(place)
         self.context.adapter.prepare(place, seed, "moved")
-        self.keep(place, (state or self.state_at(place)) if self.committed is not None else None)
+        self.origin = place
+        if self.committed is not None:
+            self.committed = state or self.state_at(place)
 
     def put(self, place: Place) -> None:
         """Be at `place`. The running pass, or else the next one, continues there."""
@@ -331,10 +330,6 @@ class Progress:
         self.place, self.loaded, self.new_epoch = place, None, False
         self.history.clear()
         self.failed.clear()
-
-    def keep(self, place: Place, committed: State | None) -> None:
-        """Let a rollback lead to `place`, where the loader is."""
-        self.origin, self.committed = place, committed
 
     def roll_back(self) -> None:
         """Give again what was handed out since the origin. The pass that came from there continues, or the next one."""
@@ -381,7 +376,8 @@ class Progress:
         share = None if place.at_end else self._prepared_share(place, seed, world)
         if place.at_end or (share is not None and share.global_steps == 0 and place.position > 0):
             # Less than one global batch is left.
-            if self.body is not None or skipped or self._ends_early:
+            latest = self.latest()
+            if self.body is not None or skipped or (latest is not None and latest.resharded):
                 return False
             place = self.place_at(place.epoch + 1, 0)
             share = self._prepared_share(place, seed, world)
@@ -397,12 +393,6 @@ class Progress:
         remembers = context.options.remember > 0 or adapter.facts.remembers
         self.reading = Reading(context.session(run), run, adapter.units_per_step(world), remembers)
         return True
-
-    @property
-    def _ends_early(self) -> bool:
-        """Whether the pass that runs ends with this epoch, even if it is given nothing more of it."""
-        latest = self.latest()
-        return latest is not None and latest.resharded
 
     def _prepared_share(self, place: Place, seed: int, world: World) -> Share | None:
         self.context.adapter.prepare(place, seed, "opened")
@@ -505,7 +495,10 @@ class Progress:
         if this.phase is Phase.ENDED:
             raise StopIteration
         if self.latest() is not this:
-            self._refuse()
+            raise MidepochError(
+                "this pass ended when another pass over the loader started, or the loader was closed: use one iterator "
+                "at a time, or wrap the source twice"
+            )
         if self.spent is not None:
             self.finish()
             self.new_epoch = True
@@ -543,13 +536,6 @@ class Progress:
         self.new_epoch = True
         self.reading, self.spent, this.reading = None, reading, None
 
-    def _refuse(self) -> NoReturn:
-        """What a pass answers that another one has replaced."""
-        raise MidepochError(
-            "this pass ended when another pass over the loader started, or the loader was closed: use one iterator at "
-            "a time, or wrap the source twice"
-        )
-
     def _begin(self, this: Pass) -> None:
         """A pass asks for its first batch."""
         body = self.body
@@ -557,7 +543,7 @@ class Progress:
             name = self._name
             if body.next_is_empty(name):
                 body.pass_empty(name)
-                self._log("a pass that had ended before gives nothing: going on with what followed it")
+                self._log_empty("it had ended before the body was begun again")
                 this.phase = Phase.ENDED
                 return
             body.before_begin(name)
@@ -670,13 +656,10 @@ class Progress:
         self.new_epoch = True
         self._end(this)
 
-    def _log_empty(self) -> None:
-        name = self.context.adapter.name
-        self._log(f"all batches of epoch {self.epoch} of a loader ({name}) are done: a pass over it is empty")
-
-    def _log(self, what: str) -> None:
+    def _log_empty(self, why: str = "") -> None:
         if self.context.world().rank == 0:
-            _logger.warning("%s", what)
+            name, why = self.context.adapter.name, why or f"all batches of epoch {self.epoch} are done"
+            _logger.warning("a pass over a loader (%s) is empty: %s", name, why)
 
     def source_failed(self, this: Pass, reading: Reading, error: BaseException, bookmark: Any) -> None:
         """Handle an error that will be raised: the loader stays after the last good batch."""
@@ -764,5 +747,5 @@ class Progress:
             # What was committed at the end of its epoch is now the next one's beginning.
             with contextlib.suppress(StateError):  # the source cannot say: the committed state stays
                 here = self.here()
-                self.keep(here, self.state_at(here))
+                self.origin, self.committed = here, self.state_at(here)
         return going_on and latest is not None and latest.interval is not None and not latest.interval.older
