@@ -21,7 +21,7 @@ import sources
 import wild_sources as wild
 
 import midepoch
-from midepoch import MidepochError, ResumableSampler, SourceError, StateMismatchError, UnsupportedSourceError, World
+from midepoch import ResumableSampler, SourceError, StateMismatchError, World
 from midepoch import samplers as listing
 from midepoch.order import Endless, Sequential, Shuffled
 
@@ -114,12 +114,6 @@ def test_another_size_or_kind_is_refused() -> None:
     smaller = midepoch.wrap(DataLoader(sources.Noisy(SIZE - 1), BATCH, sampler=sampler))
     with pytest.raises(StateMismatchError, match=r"endless shuffled of 22.*endless shuffled of 21"):
         smaller.load_state_dict(state)
-
-
-def test_other_ranks_than_the_samplers_are_named() -> None:
-    loader = wrapped(endless(world=World(0, 2)), World(0, 3))
-    with pytest.raises(MidepochError, match="the source's sampler is for rank 0 of 2"):
-        next(iter(loader))
 
 
 UNDECLARED: dict[str, Callable[[], Any]] = {
@@ -224,11 +218,6 @@ def test_what_a_loader_of_streams_has_in_place_of_a_sampler_is_none() -> None:
     assert sources.resumed(make, sources.heads(make, 2)[1]) == whole[2:]
 
 
-def test_blocks_of_ranks_are_not_taken_for_turns() -> None:
-    with pytest.raises(UnsupportedSourceError, match="divides its list among ranks"):
-        wrapped(wild.Blocks(SIZE, rank=0, world_size=2), World(0, 2))
-
-
 class Without(Sampler[int]):
     """Ends, and does not say when."""
 
@@ -258,17 +247,6 @@ def test_finite_ones_are_listed_up_to_one_bound(monkeypatch: pytest.MonkeyPatch)
         next(iter(wrapped(Declared(300))))
     torchs = wrapped(RandomSampler(range(SIZE), replacement=True, num_samples=6000))
     assert torchs.peek() is not None, "torch's own end"
-
-
-class SomeRounds(wild.TrainingSampler):
-    """A few rounds, and no attribute that says how many."""
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.islice(self._rounds(), 5 * self._size)
-
-
-def test_a_few_rounds_are_listed() -> None:
-    assert len(indices(sources.taken(wrapped(SomeRounds(SIZE)), 100))) == 5 * SIZE
 
 
 def test_one_that_begins_again_behind_its_end_is_asked_no_further() -> None:

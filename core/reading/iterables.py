@@ -513,10 +513,6 @@ class _DrivenSession(Session):
         """The draws of a sample, and the CRC of the lists; that of the replay, once it has taken over."""
         return self._detail if bookmark is None or self._replay is None else self._replay.detail(bookmark)
 
-    def next_epoch_detail(self) -> str:
-        """That the next epoch is replayed, too, once a replay has taken over."""
-        return _VARIES if self.varies else ""
-
     def close(self) -> None:
         self.take = self._next = iter(()).__next__
         self._close()
