@@ -6,11 +6,12 @@ import collections
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import length_hint
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-from .loader.adapter import Adapter, Facts, Options, Run, Session
+from .loader.adapter import Adapter, Facts, Options, Run, Session, Why
 from .loader.capabilities import Capabilities, Capability
 from .loader.loader import Loader
+from .loader.place import Place
 from .order import MAXIMUM_SIZE, Endless, Order, Sequential, Shuffled
 from .reading.indexed import map_requests
 from .reading.sessions import IteratorSession
@@ -63,28 +64,14 @@ class ResumableSampler(OrderedSampler):
             raise ValueError(f"the order is over {over} positions, size is {size}: make them equal")
         self.order, self.seed, self.world, self.batch_size = order, seed, world, batch_size
         self.tail: Tail = "drop" if drop_last else "pad"
-        self._resumable: Any = None
-        self._alone = True  # a single process; states may then fall inside a block
+        options = Options(seed=seed, world=world, tail=self.tail)
+        self._loader = Loader(IndexAdapter(self, options), options)
         self._block_length = 0
         self._rest: Iterator[int] = iter(())
 
-    def _loader(self) -> Any:
-        # Built when first needed, and again once the world is known: trainers start their processes later.
-        alone = (self.world or World.current()).world_size == 1
-        before = self._resumable
-        if before is None or alone is not self._alone:
-            options = Options(seed=self.seed, world=self.world, tail=self.tail)
-            # In a single process the batch size does not affect the order, and long blocks make each index cheap.
-            block = max(self.batch_size, _INDEX_BLOCK) if alone else self.batch_size
-            self._resumable = Loader(IndexAdapter(self, options, block), options)
-            self._alone = alone
-            if before is not None:
-                self._resumable.load_state_dict(before.state_dict())
-        return self._resumable
-
     def __iter__(self) -> Iterator[int]:
         self._drop_block()  # an older pass ends with an error that says why
-        for block in self._loader():
+        for block in self._loader:
             self._block_length = len(block)
             self._rest = iter(block)
             yield from self._rest
@@ -113,20 +100,25 @@ class ResumableSampler(OrderedSampler):
         """As `DistributedSampler.set_epoch`; not needed: each pass is a new epoch."""
         if length_hint(self._rest) and epoch > self.state_dict()["epoch"]:
             self._drop_block()  # the rest of the epoch that ends here
-        self._loader().set_epoch(epoch)
+        self._loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """The sampler's position: after the last index handed out or, with several ranks, after its batch."""
-        loader, rest = self._loader(), length_hint(self._rest)
-        if not rest or not self._alone:
-            return cast(dict[str, Any], loader.state_dict())
-        state = loader.state_dict(in_flight=1)
+        rest = length_hint(self._rest)
+        if not rest or not _is_alone(self.world):
+            return self._loader.state_dict()
+        state = self._loader.state_dict(in_flight=1)
         return reseal({**state, "position": state["position"] + self._block_length - rest})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state` at the next index; see `midepoch.Loader.load_state_dict`."""
-        self._loader().load_state_dict(state)
+        self._loader.load_state_dict(state)
         self._drop_block()  # a running pass continues from the state too
+
+
+def _is_alone(world: World | None) -> bool:
+    """Whether this is a single process. States may then fall inside a block."""
+    return (world or World.current()).world_size == 1
 
 
 class IndexAdapter(Adapter):
@@ -134,9 +126,9 @@ class IndexAdapter(Adapter):
 
     name: ClassVar[str] = "sampler"
 
-    def __init__(self, source: ResumableSampler, options: Options, batch_size: int) -> None:
+    def __init__(self, source: ResumableSampler, options: Options) -> None:
         super().__init__(source, options)
-        self.facts = Facts(batch_size=batch_size)
+        self.facts = Facts(batch_size=source.batch_size)
         self._order = source.order
 
     @classmethod
@@ -147,6 +139,11 @@ class IndexAdapter(Adapter):
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
         """Indices in one epoch; None if it does not end."""
         return None if isinstance(self._order, Endless) else self._order.size
+
+    def prepare(self, place: Place, seed: int, why: Why) -> None:
+        """In a single process the batch size does not affect the order, and long blocks make each index cheap."""
+        size: int = self.source.batch_size
+        self.facts = Facts(batch_size=max(size, _INDEX_BLOCK) if _is_alone(self.options.world) else size)
 
     def describe(self) -> dict[str, str]:
         """The order."""
