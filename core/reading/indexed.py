@@ -7,11 +7,13 @@ request, the batch is the same.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -205,22 +207,25 @@ class MapReader:
         if trial is not None:
             finding = trial.finding(derive_key(Purpose.TRIAL, request.seed, request.epoch))
             finding = finding.of_calls("the collate function", "the same samples")
-
-        def see() -> WitnessReport:
-            """Reads the dataset."""
-            first, drew = self._look(key, look.index)[0] if one is None else one, self._drew
-            again = self._look(key, look.index)[0] if look.twice and first is not None else None
-            kept = again is not None and drew and not self._drew
-            return self._seen(request, look, first, again=again, collate=finding, keeps=kept)
-
-        if (not self._single and not keeps) or not is_inert(batch):  # the samples were copied
-            return FirstBatch(batch, see())
-        try:
-            kept = copy.deepcopy(batch)  # a dataset may fill one buffer at each read, and hand that out
-        except Exception:  # noqa: BLE001  # of torch's, for one: nested tensors cannot be copied
-            return FirstBatch(batch, see())
-        seen = see()
-        return FirstBatch(kept if summary_of(kept).differing(summary_of(batch)) else batch, seen)
+        copied = None
+        if (self._single or keeps) and is_inert(batch):  # otherwise the samples were copied
+            with contextlib.suppress(Exception):  # of torch's, for one: nested tensors cannot be copied
+                copied = copy.deepcopy(batch)  # a dataset may fill one buffer at each read, and hand that out
+        if one is None:
+            one = self._look(key, look.index)[0]
+        drew = self._drew
+        again = self._look(key, look.index)[0] if look.twice and one is not None else None
+        kept = again is not None and drew and not self._drew
+        seen = WitnessReport(look.index, one, again, one, collate=finding, keeps=kept)
+        if look.expected is not None:
+            epoch, index = look.expected
+            purpose = Purpose.BATCH if self._whole else Purpose.SAMPLE
+            expected, error = self._look(self._key_at(derive_key(purpose, request.seed, epoch)), index)
+            text = "" if error is None else f"{type(error).__name__}: {error}"
+            seen = replace(seen, expected=expected, error=text, missing=isinstance(error, IndexError))
+        if copied is not None and summary_of(copied).differing(summary_of(batch)):
+            batch = copied
+        return FirstBatch(batch, seen)
 
     def _read_looking(self, request: MapRequest, index: Any, key: int) -> tuple[Any, SampleSummary | None]:
         """A session's first batch, and what the epoch's first sample looks like.
@@ -244,16 +249,6 @@ class MapReader:
 
         batch = streams.read(functools.partial(self._read, request, see=see), notes=True)
         return batch, looks[0] if looks else None
-
-    def _seen(self, request: MapRequest, look: WitnessRequest, one: SampleSummary | None, **more: Any) -> WitnessReport:
-        if look.expected is None:
-            return WitnessReport(look.index, one, expected=one, **more)
-        epoch, index = look.expected
-        purpose = Purpose.BATCH if self._whole else Purpose.SAMPLE
-        expected, error = self._look(self._key_at(derive_key(purpose, request.seed, epoch)), index)
-        text = "" if error is None else f"{type(error).__name__}: {error}"
-        missing = isinstance(error, IndexError)
-        return WitnessReport(look.index, one, expected=expected, error=text, missing=missing, **more)
 
     def samples(self, order: EpochOrder | MaterializedEpoch, seed: int, epoch: int) -> Samples:
         """The samples of an epoch, one by one, as this reader reads them."""
