@@ -127,8 +127,8 @@ class DynamicAdapter(CheckpointedAdapter):
 
     def make(self, checkpoint: Checkpoint, run: Run) -> Any:
         """The reader's epochs from the checkpoint on."""
-        epoch, position = checkpoint.at
-        return self._epochs.iterator(epoch, position // run.world.world_size, *map(bytes.decode, checkpoint.saved))
+        (epoch, position), saved = checkpoint.at, next(iter(checkpoint.saved), None)
+        return private.DynamicIterator(self._epochs, epoch, position // run.world.world_size, saved)
 
     def end(self, iterator: Any) -> None:
         """A reader ends when nobody holds it."""

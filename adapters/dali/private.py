@@ -16,7 +16,7 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from nvidia.dali import backend as dali_backend
@@ -286,13 +286,13 @@ class DynamicEpochs:
 
     Args:
         reader: to be copied.
-        keywords: of its `next_epoch`.
+        keywords: of its `next_epoch`, `batch_size` among them.
 
     Raises:
         UnsupportedSourceError: the reader was read before, without checkpoints.
 
     Attributes:
-        batch_size: of `keywords`.
+        keywords, batch_size: as given.
         shard: the reader's own shard, and the number of shards.
         arguments: with which the reader was made.
     """
@@ -306,7 +306,7 @@ class DynamicEpochs:
             raise UnsupportedSourceError(
                 "this reader has already been read, and no record of that exists: wrap it before its first batch"
             )
-        self._reader, self._keywords, self.batch_size = copy.copy(reader), keywords, keywords["batch_size"]
+        self._reader, self.keywords, self.batch_size = copy.copy(reader), keywords, keywords["batch_size"]
         self.shard: tuple[int, int] = (reader._shard_id, reader._num_shards)
         self.arguments = {name: value for name, value in reader._init_args.items() if value is not None}
         if "features" in self.arguments:  # of TFRecord: what python shows of one is its address
@@ -319,48 +319,51 @@ class DynamicEpochs:
 
     @functools.cached_property
     def _padded(self) -> int:
-        return int(self._copy().get_metadata(self.batch_size)["epoch_size_padded"])
+        return int(self.new_reader().get_metadata(self.batch_size)["epoch_size_padded"])
 
-    def _copy(self) -> Any:
+    def new_reader(self) -> Any:
+        """A reader that has not been read."""
         reader = copy.copy(self._reader)
         reader._lock, reader._init_args = threading.Lock(), dict(reader._init_args)
         reader._max_batch_size = self.batch_size
         return reader
 
-    def _shard_in(self, epoch: int) -> int:
+    def shard_in(self, epoch: int) -> int:
+        """The shard that the reader reads in an epoch."""
         shard, shards = self.shard
         return shard if self._reader._stick_to_shard else (shard + epoch) % shards
 
     def batches(self, epoch: int) -> int:
         """Of this reader in an epoch."""
-        shard, shards = self._shard_in(epoch), self.shard[1]
+        shard, shards = self.shard_in(epoch), self.shard[1]
         samples = (shard + 1) * self._padded // shards - shard * self._padded // shards
         return int(-(-samples // self.batch_size))
 
-    def begun(self, reader: Any, epoch: int, taken: int) -> tuple[Iterator[Any], int]:
-        """The batches of `reader` after so many of an epoch, and their number."""
-        # DALI counts an epoch's batches from where it begins to read.
-        reader._shard_id = self._shard_in(epoch)
-        return reader.next_epoch(**self._keywords), self.batches(epoch) - taken
-
-    def iterator(self, epoch: int, taken: int, saved: str = "") -> DynamicIterator:
-        """The batches after so many of an epoch, where a checkpoint was saved."""
-        reader = self._copy()
-        checkpoint = _DALI.part("nvidia.dali.experimental.dynamic.checkpoint:Checkpoint")()
-        checkpoint.register(reader, "reader")
-        if saved:
-            checkpoint.deserialize(saved)
-            checkpoint.restore()
-        reader.get_metadata(self.batch_size)  # it has no state before it is set up
-        return DynamicIterator(functools.partial(self.begun, reader), checkpoint, epoch, taken)
-
 
 class DynamicIterator:
-    """A dynamic reader with the methods of DALI's iterators: it ends with each epoch, and `reset` begins the next."""
+    """A dynamic reader with the methods of DALI's iterators: it ends with each epoch, and `reset` begins the next.
 
-    def __init__(self, begin: Callable[[int, int], Any], checkpoint: Any, epoch: int, taken: int) -> None:
-        self._begin, self._checkpoint, self._epoch = begin, checkpoint, epoch
-        self._batches, self._left = begin(epoch, taken)
+    Args:
+        epochs: the reader's.
+        epoch, taken: where it begins: the epoch, and the batches of it that were taken.
+        saved: what `checkpoints` gave there; None at the very beginning.
+    """
+
+    def __init__(self, epochs: DynamicEpochs, epoch: int, taken: int, saved: bytes | None) -> None:
+        self._epochs, self._epoch, self._reader = epochs, epoch, epochs.new_reader()
+        self._checkpoint = _DALI.part("nvidia.dali.experimental.dynamic.checkpoint:Checkpoint")()
+        self._checkpoint.register(self._reader, "reader")
+        if saved is not None:
+            self._checkpoint.deserialize(saved.decode())
+            self._checkpoint.restore()
+        self._reader.get_metadata(epochs.batch_size)  # it has no state before it is set up
+        self._begin(taken)
+
+    def _begin(self, taken: int) -> None:
+        # DALI counts an epoch's batches from where it begins to read.
+        self._reader._shard_id = self._epochs.shard_in(self._epoch)
+        self._batches = self._reader.next_epoch(**self._epochs.keywords)
+        self._left = self._epochs.batches(self._epoch) - taken
 
     def __next__(self) -> Any:
         if not self._left:
@@ -374,7 +377,7 @@ class DynamicIterator:
     def reset(self) -> None:
         """Begin the next epoch."""
         self._epoch += 1
-        self._batches, self._left = self._begin(self._epoch, 0)
+        self._begin(0)
 
     def close(self) -> None:
         """Let DALI leave the context in which it has read."""
