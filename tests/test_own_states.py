@@ -412,25 +412,6 @@ class Drawing(IterableDataset[Any]):
             yield number + torch.rand(())
 
 
-class Walking(Drawing):
-    """Keeps its place, and says it."""
-
-    def __init__(self) -> None:
-        self.place = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.place < 8:
-            self.place += 1
-            yield self.place + torch.rand(())
-        self.place = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("make", [Drawing, lambda: torch.utils.data.ChainDataset([Drawing(), Drawing()])])
 def test_a_job_that_dies_again_and_again_loses_nothing_of_a_dataset_without_a_state(make: Any, workers: int) -> None:
@@ -811,30 +792,6 @@ def test_a_state_beyond_the_end_of_a_source_is_refused(made_of: Any) -> None:
         list(shorter)
 
 
-class BeginsLazily(IterableDataset[Any]):
-    """Has a state only once it is read."""
-
-    def __init__(self) -> None:
-        self.begins_at = 0
-        self.own: Any = None
-
-    def __iter__(self) -> Iterator[Any]:
-        self.own = None
-        return self.numbers()
-
-    def numbers(self) -> Iterator[Any]:
-        self.own, self.begins_at = [self.begins_at], 0
-        while self.own[0] < 130:
-            self.own[0] += 1
-            yield [self.own[0], random.random() if self.own[0] == 120 else 0.0]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.own[0]}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.begins_at = state["place"]
-
-
 # --- streams in a DataLoader ---
 
 
@@ -916,6 +873,7 @@ class Plain(IterableDataset[Any]):
         while self.place < self.size:
             self.place += 1
             yield self.sample(self.place)
+        self.place = 0
 
     def sample(self, number: int) -> Any:
         return number
@@ -925,6 +883,27 @@ class Plain(IterableDataset[Any]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.place = state["place"]
+
+
+class Walking(Plain):
+    """Draws."""
+
+    size = 8
+
+    def sample(self, number: int) -> Any:
+        return number + torch.rand(())
+
+
+class IsTold(Plain):
+    """Its order follows from the epoch that it is told. What it knows of the epoch is not in its state."""
+
+    size, epoch = own.SIZE, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def sample(self, number: int) -> Any:
+        return int(np.random.RandomState(self.epoch).permutation(self.size)[number - 1])
 
 
 class Hides(Plain):
@@ -983,7 +962,7 @@ class SaysItWhileItIsRead(Plain):
         return self.read()
 
     def read(self) -> Iterator[int]:
-        self.reading = {"place": self.begins}
+        self.reading, self.begins = {"place": self.begins}, 0
         while self.reading["place"] < self.size:
             self.reading["place"] += 1
             yield self.reading["place"]
@@ -1174,66 +1153,6 @@ def test_persistent_workers_of_a_stream_with_a_state_are_replayed() -> None:
     assert "replay" in str(loader.capabilities.constant_time_resume) or "read again" in str(loader.capabilities)
 
 
-# --- what a source reports after a load ---
-
-
-class Late(own.Stream):
-    """Applies its state when it is read."""
-
-    pending: Any = None
-
-    def __iter__(self) -> Any:
-        if self.pending is not None:
-            super().load_state_dict(self.pending)
-            self.pending = None
-        return super().__iter__()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.pending = state
-
-
-class CountsResumes(own.Stream):
-    """Its state has a count of resumes, on which nothing depends."""
-
-    resumes = 0
-    held: Any = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "told": [self.resumes, "steady"]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.resumes = state["told"][0] + 1
-
-
-def in_a_dataloader(kind: Any) -> Any:
-    return DataLoader(own.StreamDataset(kind()), batch_size=None)
-
-
-class KeepsItsGenerator(own.Stream):
-    """Draws its order from a generator when it is read, and reports where that stood then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = random.Random(5)
-        self.began = self.generator.getstate()
-
-    def __iter__(self) -> Iterator[Any]:
-        self.given, self.goes_on = self.given if self.goes_on else 0, False
-        self.began = self.generator.getstate()
-        for number in self.generator.sample(range(self.size), self.size)[self.given :]:
-            self.given += 1
-            yield number
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"given": self.given, "began": self.began}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        version, words, pair = state["began"]
-        self.generator.setstate((version, tuple(words), pair))
-        self.given, self.goes_on = state["given"], True
-
-
 class _Pins:
     """A batch that knows whether it was put into pinned memory."""
 
@@ -1295,29 +1214,6 @@ def test_a_grain_source_that_grain_knows_by_its_address_is_refused_with_the_cure
 
 
 # --- the epoch ---
-
-
-class IsTold(IterableDataset[Any]):
-    """Its order follows from the epoch that it is told. What it knows of the epoch is not in its state."""
-
-    def __init__(self) -> None:
-        self.epoch, self.place = 0, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        order = np.random.RandomState(self.epoch).permutation(own.SIZE).tolist()
-        while self.place < own.SIZE:
-            self.place += 1
-            yield order[self.place - 1]
-        self.place = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state["place"]
 
 
 def replayed_rows(workers: int) -> Any:
@@ -1616,7 +1512,8 @@ PLACES: dict[str, Callable[[], Any]] = {
     ),
     "a stream that draws seldom, StatefulDataLoader": lambda: StatefulDataLoader(DrawsSeldom(), 2),
     "a stream that draws seldom, DataLoader": lambda: DataLoader(DrawsSeldom(), 2),
-    "a stream that begins lazily, DataLoader": lambda: DataLoader(BeginsLazily(), None, collate_fn=own.same),
+    "a stream that has a state while it is read, DataLoader": lambda: DataLoader(SaysItWhileItIsRead(), 4),
+    "keeps its generator": NotesItsGenerator,
     "a stream that keeps its generator, StatefulDataLoader": lambda: StatefulDataLoader(NotesItsGenerator(), 3),
     "a stream that keeps its generator, StatefulDataLoader, workers": lambda: StatefulDataLoader(
         NotesItsGenerator(), 3, num_workers=2
@@ -1625,11 +1522,6 @@ PLACES: dict[str, Callable[[], Any]] = {
     "a stream, DataLoader, one by one": lambda: counting(0, batch_size=None),
     "a stream, DataLoader, a worker": lambda: counting(1),
     "a stream with a large state, DataLoader, two workers": lambda: counting(2, held=9000),
-    "keeps its generator": KeepsItsGenerator,
-    "applies its state late": Late,
-    "applies its state late, DataLoader": lambda: in_a_dataloader(Late),
-    "counts its resumes": CountsResumes,
-    "counts its resumes, DataLoader": lambda: in_a_dataloader(CountsResumes),
     "ends once more": EndsOnceMore,
     "ends once more, DataLoader": lambda: DataLoader(EndsOnceMore(), 4),
     "ends once more, DataLoader of whole batches": lambda: DataLoader(EndsOnceMore(), 5),
