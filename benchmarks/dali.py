@@ -200,12 +200,8 @@ def inside(root: str, rounds: int, random: bool) -> None:
 def first_batch(root: str, count: int, rounds: int) -> None:
     makers: dict[str, Callable[[], Any]] = {
         "native": lambda: DALIGenericIterator([undecoded(root, False)], ["data", "label"], reader_name="Reader"),
-        "native, built once": lambda: DALIGenericIterator(
-            [undecoded(root, False, enable_checkpointing=True)], ["data", "label"], reader_name="Reader",
-            prepare_first_batch=False,
-        ),
         "fed by midepoch": lambda: DALIGenericIterator([undecoded(root, True)], ["data", "label"]),
-    }  # fmt: skip
+    }
     print(f"\nFirst batch after a load, {count} files; the clock starts before the iterator is made:\n")
     print("| | at 0 %, ms | at 90 %, ms | ratio | state, bytes |\n|---|---|---|---|---|")
     for name, make in makers.items():

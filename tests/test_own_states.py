@@ -282,14 +282,20 @@ def test_wrap_capabilities_and_a_first_state_ask_a_source_for_nothing() -> None:
     assert source.asked == [] and source.copies == 0
 
 
-def test_a_source_is_copied_once_and_not_read_twice() -> None:
-    source = Watched()
+class WatchedOfALength(Watched):
+    def __len__(self) -> int:
+        return own.SIZE
+
+
+@pytest.mark.parametrize("kind", [Watched, WatchedOfALength])
+def test_a_source_is_copied_once_not_read_twice_and_loads_nothing(kind: Any) -> None:
+    source = kind()
     loader = wrap(source)
     next(iter(loader))
     assert source.asked == ["iter", "state_dict"]  # the state of the very beginning
     for _ in range(4):
         assert len(list(loader)) == own.SIZE
-    assert source.copies == 1 and source.asked.count("iter") == 5
+    assert source.copies == 1 and source.asked.count("iter") == 5 and "load_state_dict" not in source.asked
 
 
 @pytest.mark.parametrize("options", [{"verify": "off"}, {"randomness": "none"}])
