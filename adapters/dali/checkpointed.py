@@ -136,14 +136,12 @@ class CheckpointedAdapter(Adapter):
         self._live = LiveIterator(iterator, (0, 0))
 
     def lead_to(self, run: Run) -> LiveIterator:
-        """An iterator whose next batch is the run's first. The current one is used if it is at that place."""
+        """An iterator at the run's checkpoint. The current one is used if it is there."""
         checkpoint, live = Checkpoint.of(run.detail), self._live
         if live is None or not live.is_at(checkpoint):
             self.close()  # frees its memory before another one is made
             live = LiveIterator(self.make(checkpoint, run), checkpoint.at, checkpoint.saved or None)
         self._live, self._latest = None, live
-        if live.place != (run.epoch, run.position):
-            live.begin_next_epoch()
         return live
 
     def keep(self, live: LiveIterator) -> None:
@@ -220,24 +218,25 @@ class CheckpointedSession(Session):
         live = self._live
         if live is None:
             live = self._live = self._adapter.lead_to(self._run)
-        epoch, position = live.place
         try:
+            if live.place[0] != self._run.epoch:
+                live.begin_next_epoch()
             batch = live.take(self._run.world.world_size)
         except StopIteration:
             if self._left is None:
                 self._left = 0
                 raise
             raise SourceError(
-                f"DALI ended epoch {epoch} at position {position}, {self._left} batches early: load the last state "
-                "and try again"
+                f"DALI ended epoch {live.place[0]} at position {live.place[1]}, {self._left} batches early: load the "
+                "last state and try again"
             ) from None
         except Exception as error:
             self._live = None
             self._adapter.end(live.iterator)
             raise SourceError(
-                f"DALI failed in epoch {epoch}, in the batch at position {position} (counted in batches of all "
-                f"ranks), or shortly after it without exec_dynamic: {first_line(error)}. Repair the data, and load the "
-                "last state"
+                f"DALI failed in epoch {live.place[0]}, in the batch at position {live.place[1]} (counted in batches "
+                f"of all ranks), or shortly after it without exec_dynamic: {first_line(error)}. Repair the data, and "
+                "load the last state"
             ) from error
         if self._left is not None:
             self._left -= 1
