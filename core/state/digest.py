@@ -268,7 +268,8 @@ def _shape(array: np.ndarray[Any, Any] | torch.Tensor) -> str:
 def _stored(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that a sparse one is stored in."""
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        whole = tensor.coalesce()
+        return [whole.indices(), whole.values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
