@@ -21,11 +21,6 @@ class Units:
         self._iterator: Iterator[Any] | None = iterator
         self.read = read
 
-    @property
-    def ended(self) -> bool:
-        """Whether it has raised StopIteration."""
-        return self._iterator is None
-
     def next(self) -> Any:
         """The next unit. Raises StopIteration at the end, each time, and what the iterator raises."""
         if self._iterator is None:
