@@ -1,6 +1,6 @@
 """Laws that every resumable loader must satisfy, for your own loaders and adapters as for midepoch's.
 
-    from . import check_resumable
+    from midepoch.testing import check_resumable
     check_resumable(make_loader)     # a function that builds a fresh loader; raises LawError
 
 With pytest, subclass `ResumableTests`: one test for each law. The functions need no pytest.

@@ -73,7 +73,7 @@ def try_promises(examination: Examination, seconds: float) -> Iterator[Verdict]:
     for number, trial in enumerate(TRIALS):
         examination.begin("honesty", trial.cause, trial.cure)
         share = min(left / (len(TRIALS) - number), examination.settings.timeout / 2)
-        verdict = reach(trial.name, partial(trial.examine, examination, share))
+        verdict = reach(trial.name, partial(_try, trial, examination, share))
         left = max(left - verdict.seconds, 0.0)
         yield verdict
 
@@ -89,11 +89,12 @@ def _trial(name: str, *of: str, cause: str, cure: str) -> Callable[[Callable[[Ex
     return define
 
 
-def _promised(examination: Examination, *names: str) -> None:
-    """Go on if one of these capabilities is promised, or none declared. Otherwise there is nothing to disprove."""
-    declared = [(name, *examination.capability(name)) for name in names]
+def _try(trial: TriedPromise, examination: Examination, seconds: float) -> Outcome:
+    """Try it if one of its capabilities is promised, or none declared. Otherwise there is nothing to disprove."""
+    declared = [(name, *examination.capability(name)) for name in trial.of]
     if all(holds is False for _, holds, _ in declared):
         raise InapplicableError(f"{declared[0][0]} is declared no: {declared[0][2]}", "not promised")
+    return trial.examine(examination, seconds)
 
 
 # --- lists ------------------------------------------------------------------------------------------------------------
@@ -107,7 +108,6 @@ def _promised(examination: Examination, *names: str) -> None:
 )  # fmt: skip
 def _lists(examination: Examination, seconds: float) -> Outcome:
     """A sampler's lists of several epochs, from five samplers made anew in two processes, in other orders of epochs."""
-    _promised(examination, "exact_order")
     lists: list[dict[int, tuple[str, str]]] = []
     deadline = time.monotonic() + seconds
     for process, epochs in ((0, 1), (1, -1), (0, -1), (1, 1), (0, 1)):
@@ -175,7 +175,6 @@ class _Looked(NamedTuple):
 )  # fmt: skip
 def _samples(examination: Examination, seconds: float) -> Outcome:
     """Every sample is read alone, several times: in order, in reverse, shuffled among two epochs, in two processes."""
-    _promised(examination, "exact_order", "exact_augmentations")
     only_most = examination.capability("exact_augmentations")[0] is False
     here: _Looked | None = examination.investigate(_look, examination.options(), 0.6 * seconds, only_most, None)
     if here is None:
@@ -264,7 +263,6 @@ def _spread(count: int, most: int) -> range:
 )  # fmt: skip
 def _passes(examination: Examination, seconds: float) -> Outcome:
     """The second and third pass over one object, under the same streams, are the first one, over their whole length."""
-    _promised(examination, "exact_order", "exact_augmentations")
     epochs = min(examination.settings.epochs, 2)
     first, later, refused = examination.investigate(_repeat, examination.options(), epochs, seconds)
     for again in later:
@@ -356,7 +354,6 @@ def _states(examination: Examination, seconds: float) -> Outcome:
 )  # fmt: skip
 def _threads(examination: Examination, seconds: float) -> Outcome:
     """After each batch of two epochs, no thread of the source's goes on reading, if any random numbers are drawn."""
-    _promised(examination, "exact_augmentations")
     batches = examination.investigate(_watch, examination.options(), seconds)
     if not batches:
         return Outcome("not applicable", "it is not read as a stream in this process")

@@ -1,1 +1,1 @@
-"""The commands: demo, check, inspect."""
+"""The commands: check, inspect."""

@@ -113,17 +113,17 @@ def grounds(report: Report, verbose: bool) -> Iterator[Part]:
     verdicts = [*report.trials, *report.verdicts]
     by_status = _grouped((_status(each), each.law) for each in verdicts)
     if UNINTERRUPTED not in by_status.get("failed", ()):
-        counts = (
-            f"{len(found)} {words}{'' if status in ('holds', 'failed') else f' ({_listed(found)})'}"
-            for status, words in _WORDS.items()
-            if (found := by_status.get(status))
-        )
+        counts = []
+        for status, words in _WORDS.items():
+            if found := by_status.get(status):
+                named = "" if status in ("holds", "failed") else f" ({', '.join(found)})"
+                counts.append(f"{len(found)} {words}{named}")
         yield as_text(f"Laws and trials: {'; '.join(counts)}.")
     if "not reached" in by_status:
         yield as_text("Give more time (--seconds 300, or 0 for no limit) to have the others examined.")
     if report.promises:
         standings = _grouped((each.standing, each.name) for each in report.promises)
-        yield as_text("Promises: " + "; ".join(f"{each}: {_listed(of)}" for each, of in standings.items()) + ".")
+        yield as_text("Promises: " + "; ".join(f"{each}: {', '.join(of)}" for each, of in standings.items()) + ".")
     if not verbose:
         yield as_text("--verbose shows each law with its reason, and tracebacks; --report FILE.html draws them.")
         return
@@ -156,10 +156,6 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     for key, name in pairs:
         found.setdefault(key, []).append(name)
     return found
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)
 
 
 # --- the page -----------------------------------------------------------------------------------------------------
@@ -202,7 +198,7 @@ def _drawing(cuts: Sequence[Picture]) -> Iterator[Text]:
     yield Text()
     title = f"epoch {cuts[0].epoch}, {before} before and {after} after"
     for problem, where in _grouped((each.problem, str(each.cut)) for each in cuts if each.problem).items():
-        yield as_text(f"{title}, cut after {_listed(where)} batches: {problem[:1000]}")
+        yield as_text(f"{title}, cut after {', '.join(where)} batches: {problem[:1000]}")
     drawn = [picture for picture in cuts if not picture.problem]
     if not drawn:
         return
