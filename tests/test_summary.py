@@ -52,7 +52,8 @@ class Holding(Dataset[Any]):
 
     def __init__(self) -> None:
         self.p, self.name, self.flag, self.mode = 0.5, "train", True, Mode.TRAIN
-        self.sizes, self.pair, self.options = [224, 256], (1, 2), {"scale": 0.1, "inner": {"ratio": 2}}
+        self.sizes, self.pair = [224, 256], (1, 2)
+        self.options: dict[str, Any] = {"scale": 0.1, "inner": {"ratio": 2}}
         self.ordered, self.kinds, self.recent = OrderedDict(a=1), {1, 2}, deque([1, 2], maxlen=4)
         self.paths = [f"/data/{number}.jpg" for number in range(1000)]
         self.index = {number: number for number in range(1000)}
@@ -248,7 +249,8 @@ class Scaled(Dataset[Any]):
     """Sample i times a factor that the program may change."""
 
     def __init__(self, size: int = 12) -> None:
-        self.size, self.factor, self.shared = size, 1.0, torch.ones(1).share_memory_()
+        self.size, self.factor = size, 1.0
+        self.shared: torch.Tensor = torch.ones(1).share_memory_()  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         return self.size
@@ -290,7 +292,7 @@ def test_kept_workers_read_what_the_loop_has_set(kind: Any, method: str, caplog:
 
 
 def test_workers_are_kept_where_nothing_changed() -> None:
-    def pids(loader: Loader) -> set[int]:
+    def pids(loader: Loader) -> set[int | None]:
         return {worker.pid for worker in torch.multiprocessing.active_children()} if list(loader) else set()
 
     dataset = Scaled()
