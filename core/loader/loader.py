@@ -220,18 +220,13 @@ class Loader:
         if progress.next_is_empty and not progress.is_at_end:
             return 0  # the place is that of a later pass
         share, left = progress.share(self._context.world(), self.epoch, 0), progress.steps_left()
-        if share is not None and left is not None:
-            return share.steps - left if left or self._continues_over else 0
-        if progress.is_at_end and progress.new_epoch:
-            return 0
-        return -(-self.position // self._adapter.units_per_step(self._context.world()))
-
-    @property
-    def _continues_over(self) -> bool:
-        """Whether the next pass is empty, because the body of its epoch goes on after its last batch."""
-        progress = self._progress
+        # Whether the next pass is empty, because the body of its epoch goes on after its last batch.
         continues = progress.body is not None and not progress.new_epoch and self.position > 0
-        return progress.next_is_empty or continues
+        if left == 0 and not (continues or progress.next_is_empty):
+            return 0
+        if share is not None and left is not None:
+            return share.steps - left
+        return -(-self.position // self._adapter.units_per_step(self._context.world()))
 
     @property
     def weight(self) -> float:
@@ -455,8 +450,8 @@ class Loader:
         is a new epoch, and starts with that epoch's first batch.
 
         Raises:
-            StopIteration: nothing is left of this epoch, and its pass has not been told so (its length is unknown), or
-                its body has not ended.
+            StopIteration: nothing is left of this epoch, and its pass has not been told that it has ended, or its body
+                has not ended.
         """
         return self._progress.peek()
 
