@@ -621,7 +621,11 @@ class Progress:
             self._end(this)
             return False
         # The end of an unknown length, an empty epoch, or last steps of which only other ranks have batches.
+        nothing_since = self.origin is not None and (self.epoch, self.position) == self.origin[:2]
         self.last_given_out(this, reading)
+        if nothing_since and reading.last_step is None and self.body is None:
+            self._settle()
+            self.origin = self.place  # what comes next is to be given again
         if nothing_left and self.body is not None:
             self._log_empty()
         elif nothing_left and not this.resharded and not self._others_may_go_on(reading):
