@@ -15,7 +15,7 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -43,6 +43,9 @@ class Purpose:
     WRAPPER = 8  # what an object around a DataLoader does with a batch
     REST = 9  # generators that no code uses
 
+
+Start: TypeAlias = Callable[[int], Any]
+"""Seeds generators with a 64-bit key."""
 
 _NONE: frozenset[str] = frozenset()
 _ALL = frozenset((*NAMES, "devices", "sample"))
@@ -154,8 +157,8 @@ class Streams:
         self._devices = DeviceGenerators() if devices else None
         self._rest_key = 0
         self._used, self._known = _NONE, False  # by this code; and whether a first batch has shown it
-        self._starts: list[Callable[[int], Any]] = []  # seed what is seeded, and
-        self._start: Callable[[int], Any] | None = None  # all of it; None if that is nothing
+        self._starts: list[Start] = []  # seed what is seeded, and
+        self._start: Start | None = None  # all of it; None if that is nothing
         self._start_is_known = False
         self._noted: frozenset[str] | None = None  # used in this batch before the last key; None if that is not noted
         self._saved: Sequence[Any] | None = None  # the states of the source's own; None between batches
@@ -241,8 +244,8 @@ class Streams:
 
     def read(
         self,
-        call: Callable[[Callable[[int], None] | None], Any],
-        again: Callable[[], Callable[[Callable[[int], None] | None], Any]] | None = None,
+        call: Callable[[Start | None], Any],
+        again: Callable[[], Callable[[Start | None], Any]] | None = None,
         notes: bool = False,
     ) -> Any:
         """What `call` returns, or raises, when each generator that it uses is seeded.
@@ -290,14 +293,14 @@ class Streams:
 
     # --- reading what can be read once ---
 
-    def begin(self, notes: bool = False) -> Callable[[int], None]:
+    def begin(self, notes: bool = False) -> Start:
         """Take over the generators. Returns a function that seeds all of them with a 64-bit key.
 
         `notes`: `drawn` is to tell of what is read.
         """
         if self._owned is None:
             self._search(())
-        return cast(Callable[[int], Any], self._enter(_ALL, notes and not self.drawn))
+        return cast(Start, self._enter(_ALL, notes and not self.drawn))
 
     def end(self, *error: object) -> None:
         """Restore the caller's generators as `begin` found them. May be called twice."""
@@ -346,7 +349,7 @@ class Streams:
         """What was used since the stamp `at`, but for devices. `stamp`: as it is now."""
         return self.asked.union(itertools.compress(NAMES, map(operator.ne, stamp, self._globals.at)))
 
-    def _enter(self, seeds: frozenset[str], notes: bool) -> Callable[[int], Any] | None:
+    def _enter(self, seeds: frozenset[str], notes: bool) -> Start | None:
         """Take over the generators, to seed these; the others are at rest. Returns what seeds, if anything is to be."""
         global _owner
         outer = _current.streams
@@ -409,7 +412,7 @@ class Streams:
         return functools.partial(Streams, devices=self._devices is not None), self._roots
 
 
-def _start_all(starts: list[Callable[[int], Any]], key: int) -> None:
+def _start_all(starts: list[Start], key: int) -> None:
     if (streams := _current.streams) is not None:
         streams.key, streams.generator = key, None
     for start in starts:
