@@ -429,6 +429,10 @@ def many_nodes() -> Any:
     return parts.Loader(parts.IterableWrapper(range(1 << 20)))
 
 
+def few_nodes() -> Any:
+    return parts.Loader(parts.Batcher(parts.IterableWrapper(range(20)), 4))
+
+
 def same(batch: Any) -> Any:
     return batch
 
