@@ -319,14 +319,14 @@ def labels(loader: midepoch.Loader) -> list[list[int]]:
     return [sources.identify(batch) for batch in loader]
 
 
-@pytest.mark.parametrize("options", [{}, {"shard_id": 1, "num_shards": 2}])
-def test_dynamic_mode_goes_on_by_dali_s_own_checkpoint(options: dict[str, Any], root: str) -> None:
+@pytest.mark.parametrize(("options", "batch"), [({}, BATCH), ({"shard_id": 1, "num_shards": 3}, 5)])  # 1, 2, 1 batches
+def test_dynamic_mode_goes_on_by_dali_s_own_checkpoint(options: dict[str, Any], batch: int, root: str) -> None:
     reader = ndd.readers.Numpy(file_root=root, random_shuffle=True, seed=3, initial_fill=5, **options)
-    epochs = (batch for _ in range(3) for (batch,) in reader.next_epoch(batch_size=BATCH))
-    bare = [[int(np.asarray(each)[0]) for each in batch] for batch in epochs]
-    make = functools.partial(sources.dynamic, root, batch_size=BATCH, seed=1, **options)
+    epochs = (each for _ in range(3) for (each,) in reader.next_epoch(batch_size=batch))
+    bare = [[int(np.asarray(number)[0]) for number in each] for each in epochs]
+    make = functools.partial(sources.dynamic, root, batch_size=batch, seed=1, **options)
     with make() as loader:
-        assert [batch for _ in range(3) for batch in labels(loader)] == bare
+        assert [each for _ in range(3) for each in labels(loader)] == bare
     assert len(set(every_cut(make))) == len(bare)
 
 
