@@ -852,6 +852,29 @@ def test_workers_that_are_threads_are_refused_and_end_no_job() -> None:
     assert done.returncode == 0
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_dict_of_torchs_own_dataloader_is_not_used(
+    workers: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As pytorch#166732 proposes."""
+
+    def make() -> Any:
+        source = DataLoader(sources.Noisy(12), batch_size=4, shuffle=True, num_workers=workers)
+        return midepoch.wrap(source, seed=1)
+
+    whole = [sources.plain(batch) for batch in make()]
+    calls: list[Any] = []
+    for name in ("state_dict", "load_state_dict"):
+        monkeypatch.setattr(DataLoader, name, lambda *arguments: calls.append(arguments), raising=False)
+    with caplog.at_level("INFO", logger="midepoch"):
+        loader = make()
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "DataLoader has a state_dict of its own, which is not used: midepoch's also fits" in caplog.text
+    head = sources.taken(loader, 1)
+    assert head + sources.resumed(make, loader.state_dict()) == whole
+    assert calls == []
+
+
 class Nested(torch.utils.data.Dataset[Any]):
     """Whole batches are nested tensors, which cannot be copied."""
 

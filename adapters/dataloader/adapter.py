@@ -6,6 +6,7 @@ process or in as many worker processes as the DataLoader specifies (midepoch.rea
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,6 +32,8 @@ from midepoch.sharding import check_sharding
 from midepoch.world import Share, World
 
 __all__ = ["IterableDataLoaderAdapter", "MapDataLoaderAdapter"]
+
+_logger = logging.getLogger("midepoch")
 
 _OF_THIS, _OF_LAST = "crc=", "last="  # what a state's detail says a list is of: its own epoch, or the one before
 
@@ -62,6 +65,12 @@ class MapDataLoaderAdapter(Adapter):
             bases = "StatefulIterable and IterableDataset" if hasattr(kind, LENDS) else "IterableDataset"
             raise UnsupportedSourceError(
                 f"a DataLoader reads {kind.__name__} by index, and it can only be iterated: derive it from {bases}"
+            )
+        if callable(getattr(source, "state_dict", None)):
+            _logger.info(
+                "%s has a state_dict of its own, which is not used: midepoch's also fits other numbers of workers and "
+                "processes, and repeats random numbers",
+                type(source).__name__,
             )
         # With shard=False each rank has its own data, or its own list, and so its own order.
         self._own = options.shard is False
