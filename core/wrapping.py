@@ -32,7 +32,7 @@ _ENTRY_POINTS = "midepoch.adapters"
 
 
 class Settings(TypedDict, total=False):
-    """Keywords of `wrap` that only some sources know. Adapters of other packages may have more.
+    """Keywords of `wrap` that only some sources know.
 
     Attributes:
         index_cache: webdataset: the folder for indexes of shards; None for the user's cache folder.

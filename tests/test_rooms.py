@@ -38,7 +38,7 @@ OUTSIDE = ("", "__main__", "adapters")
 STRANGERS = frozenset(
     (
         "nvidia", "dali", "ffcv", "webdataset", "streaming", "torchdata", "datasets", "grain", "litdata",
-        "lightning", "accelerate", "transformers", "ignite", "composer", "ray", "torchtitan",
+        "energon", "lightning", "accelerate", "transformers", "ignite", "composer", "ray", "torchtitan", "torchft",
     )
 )  # fmt: skip
 # Its tables name every backend, so that none has to be imported.

@@ -111,8 +111,8 @@ class Run:
         tail: what to do with the last samples if their number is not divisible by the world size, for sources of
             unknown length.
         detail: the detail of a state at this place.
-        looks: how often to look at the first sample of the epoch: 0, 1, or 2 to try whether it stays the same; 3 is 2,
-            and to try whether the collate function does.
+        looks: at the first sample of the epoch. 0: none. 1: once. 2: twice, compared. 3: as 2, and the collate function
+            is called twice.
         expects: the witness of a loaded state, to be compared.
         reports: whoever looks adds what it saw, before the first batch is handed out.
         session: a random number, different for each session in any process. Readers tell sessions apart by it.
@@ -294,7 +294,7 @@ class Adapter(ABC):
     def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """The detail of a place that no session has reached: after a `seek` or a ``break``, or in a later epoch.
 
-        Of an epoch's beginning without a detail, it is asked for again before a session is opened there.
+        Called again right before a session is opened at an epoch's beginning, if that place has no detail.
 
         Args:
             here: the loader's place. Its detail is empty if only an expensive bookmark could say it, and `Unknown` if

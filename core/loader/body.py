@@ -5,13 +5,13 @@ first batch to its end on one clock, which ticks when a pass begins, takes a bat
 
 1. The first pass begun in a body is a *lead*; the next lead is the first one begun after that one's life. All others
    are inner. Passes begun in an earlier body are neither.
-2. A pass lives until it ends; one that was read to its end while batches were in flight, until the step that reports
-   none, or until the one after which they are no longer becoming fewer.
+2. A pass lives until it ends. If batches were in flight when it was read to its end, it lives until a step reports
+   none, or no fewer than the step before.
 3. At a resume, leads whose life is over are empty; inner passes are not counted.
 4. All open passes continue; the living lead starts as many batches earlier as are in flight.
-5. The rests of inner passes that were not taken up go when the lead ends; those of all passes of the body go at its
-   end. If the first pass that is not empty is not the lead's, all these go at once. But the rest of a loader whose
-   iterator was made before the body, and waits, is that iterator's.
+5. A saved pass that the body, run again, has not continued is dropped: an inner one when the lead ends, any other at
+   the body's end. If the first pass that is not empty is not the lead's, all these are dropped at once. But the rest
+   of a loader whose iterator was made before the body, and waits, is that iterator's.
 6. What intervals cannot tell is a warning, and a record that says so: only loading it is refused.
 """
 

@@ -335,8 +335,8 @@ class Loader:
         After a load or the first batch, the loader ignores an earlier epoch, because trainers often pass the epoch of
         a checkpoint.
 
-        It never drops the rest of a loaded epoch: until the next epoch begins, another number only causes a warning.
-        It corrects later numbers by the same difference, until they match `epoch`.
+        In an epoch that was loaded, another number is ignored with a warning, so that its rest is not dropped. The
+        difference is subtracted from later numbers, until one equals `epoch`.
         """
         if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch must be an int of at least 0, got {epoch!r}")

@@ -21,7 +21,8 @@ class Unknown(str):
         return unknown
 
 
-LATER = "the session whose last batch was handed out is asked when something needs it"
+LATER = "later"
+"""In place of a detail, compared by identity: that of the next epoch, for which its session was not asked yet."""
 """This object stands for the detail of the next epoch's beginning, until something needs that."""
 
 

@@ -2,8 +2,8 @@
 
 What the next `next()` gives, for all adapters (docs/decisions.md says why):
 
-* A new pass continues at the place, unless a batch of this epoch was handed out since the last load or seek
-  (`new_epoch`). Then, also after a `break`, it begins the next epoch.
+* A new pass begins at the place. If a batch of that epoch was handed out since the last load or seek (`new_epoch`), as
+  after a `break`, it drops the rest, and begins the next epoch.
 * The pass that runs gives the batch at the place. After the epoch's last batch it ends. One that another pass has
   replaced, or during which the loader was closed, is an error.
 * `iter()` has no side effect; the first `next()` starts the pass. The place moves when a batch is handed out, not when
@@ -11,7 +11,7 @@ What the next `next()` gives, for all adapters (docs/decisions.md says why):
   length is unknown, the pass's StopIteration does. In the body of `epochs`, the epoch ends with the body.
 
 Five transitions move it: `put` (a load, a seek, a rollback), `open`, handing out a batch (`Pass.__next__`), `suspend`
-(a reshard, an error, `close`) and `end_epoch`.
+(a reshard, an error, `close`) and the end of an epoch (`end_epoch`, `last_given_out`, `_leave_empty`).
 """
 
 from __future__ import annotations
@@ -691,8 +691,8 @@ class Progress:
     def skipped(self) -> int:
         """How many batches after the place are passed over by whoever asks for the next one after an error.
 
-        None if the source cannot jump over them, and, unless the user states otherwise, where other ranks or parts
-        would wait. Workers that died, or memory that ran out, say nothing of a batch.
+        0 if the source cannot jump, with ``on_error="retry"``, and by default if other ranks or parts would wait.
+        Workers that died, or memory that ran out, say nothing of a batch.
         """
         if not self.failed or not self.context.adapter.jumps:
             return 0
