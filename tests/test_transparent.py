@@ -5,6 +5,7 @@ Sources of DALI, FFCV, webdataset, Streaming and packages with a state of their 
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,10 +45,20 @@ def test_a_sound_source(name: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.parametrize("name", sources.SOUND)
-def test_a_sound_source_in_spawned_workers_kept_and_not(name: str) -> None:
-    status, report = examine(sources.SOUND[name], world_sizes=(1, 2, 3))
-    assert status == ("refused clearly" if name in REFUSED else "holds"), report
+def test_a_sound_source_in_workers_kept_and_not(name: str, method: str) -> None:
+    """In an interpreter of its own: the processes that the law uses start workers as that one does."""
+    program = (
+        "import multiprocessing, sys, test_transparent as here\n"
+        "multiprocessing.set_start_method(sys.argv[2])\n"
+        "print(*here.examine(here.sources.SOUND[sys.argv[1]], world_sizes=(1, 2, 3)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, name, method], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("refused clearly" if name in REFUSED else "holds"), done.stdout
 
 
 @pytest.mark.parametrize("name", sources.BAD)
