@@ -1585,7 +1585,7 @@ USED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", USED)
-def test_a_used_source_goes_back_to_its_very_beginning_again_and_again_unless_it_was_resumed(name: str) -> None:
+def test_a_used_source_goes_back_to_its_very_beginning_again_and_again(name: str) -> None:
     loader = wrapped(USED[name])
     beginning = loader.state_dict()
     whole = [digest(batch) for _ in range(2) for batch in loader]
@@ -1596,8 +1596,11 @@ def test_a_used_source_goes_back_to_its_very_beginning_again_and_again_unless_it
     resumed.load_state_dict(sources.heads(lambda: wrapped(USED[name]), 1)[1])
     next(iter(resumed))
     resumed.load_state_dict(beginning)
-    with pytest.raises(StateError, match=r"no state for its very beginning.* has not been read"):
-        next(iter(resumed))
+    if name in ("torchdata.nodes", "keeps what it loads, DataLoader"):  # no copy of these says its first state
+        with pytest.raises(StateError, match=r"no state for its very beginning.* has not been read"):
+            next(iter(resumed))
+    else:
+        assert [digest(batch) for _ in range(2) for batch in resumed] == whole
 
 
 # --- what a sampler follows ---

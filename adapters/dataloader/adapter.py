@@ -161,7 +161,7 @@ class MapDataLoaderAdapter(Adapter):
             if isinstance(self._order, MaterializedOrder):
                 self._order.moved(place.detail.removeprefix(_OF_THIS) if place.detail.startswith(_OF_THIS) else "")
             return
-        if place.epoch != self._opened:  # an epoch that goes on has the order with which it began
+        if place.epoch != self._opened or not place.position:  # an epoch that goes on has the order that it began with
             self._follow()
         order, key = self._order, self._listed_under(seed)
         if why == "measured":

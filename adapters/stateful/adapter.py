@@ -260,6 +260,8 @@ class StatefulAdapter(Adapter):
             state = self.very_beginning()
         self._used = True
         if state is not None:
+            if first:
+                self._first_state = self._state_of_a_copy()
             self.source.load_state_dict(state)
         with workers_outlive_signals(self.source):
             iterator: Iterator[Any] = iter(self.source)
@@ -269,6 +271,12 @@ class StatefulAdapter(Adapter):
         if first and state is None:
             self._first_state = state_of(self.source)
         return iterator
+
+    def _state_of_a_copy(self) -> str:
+        """Of a source that was not read: a torchdata.nodes.Loader that is asked itself ignores what it loads later."""
+        copied = self._copied or copy_of(self.what_is_sent())
+        with Streams().under(derive_key(Purpose.TRIAL)):  # it may draw its order for it
+            return "" if copied.why else state_of(copied.open())
 
     def very_beginning(self) -> Any:
         """The state from which a source that was read begins again."""

@@ -389,7 +389,8 @@ class Loader:
                 "other ranks cannot know that this one passes over it; take its next batch first, or call rollback(), "
                 "after which the batch is tried again in the new world"
             )
-        self._progress.here()  # raises if it is not known
+        if self._progress.reading is not None:
+            self._progress.here()  # raises if it is not known
         self._progress.suspend()
         for part, _ in self._adapter.parts():
             part.reshard(world)
