@@ -142,7 +142,7 @@ def overhead(rounds: int, batches: int) -> None:
         each = (extra[BATCH_SIZE, 0] - extra[1, 0]) / (BATCH_SIZE - 1)
         said.append(f"{each:.1f} µs a sample and {extra[1, 0] - each:.1f} µs a batch")
     print(f"\nStreams: {said[1]} where samples draw random numbers, {said[0]} where none does.")
-    print(f"\nThe dearest case takes {max(ratios):.1f} times as long as the plain DataLoader.")
+    print(f"\nThe worst case takes {max(ratios):.1f} times as long as the plain DataLoader.")
     print(
         f"\nWith workers, all three are open at once, and read {TURNS * rounds} turns of {BLOCK} batches. Starting two "
         f"workers and reading the first batch takes {begun['plain']:.0f} ms, {begun['none']:.0f} without streams and "
