@@ -594,8 +594,8 @@ def resume(row: Row, saved: dict[str, Any]) -> dict[str, Any]:
         ranks = []
         for rank in range(2):
             loader = wrapped(row, world=midepoch.World(rank, 2))
-            loader.load_state_dict(saved["states"]["0 2"])
             try:
+                loader.load_state_dict(saved["states"]["0 2"])
                 ranks += flat(samples(row, loader)) or []
             except midepoch.UnsupportedSourceError:  # it divides its data itself, and knows of no other rank
                 ranks = None

@@ -334,47 +334,46 @@ class Shuffling(IterableDataset[Any]):
             yield torch.tensor([number, random.randrange(1000)])
 
 
-def test_kept_workers_of_a_stateful_dataloader_shuffle_as_after_a_resume() -> None:
-    def run(state: Any = None, stop: tuple[int, int] | None = None) -> tuple[list[Any], Any]:
+def as_if_undisturbed(make: Callable[[], Loader], change: Callable[[Loader, int], None], cuts: list[Any]) -> list[Any]:
+    """Three epochs, after those that are cut have been found equal. `change`: what the program does in each epoch."""
+
+    def run(state: Any = None, cut: tuple[int, int] | None = None) -> tuple[list[Any], Any]:
         seen: list[Any] = []
-        source: Any = StatefulDataLoader(Shuffling(), 4, num_workers=1, persistent_workers=True)
-        with midepoch.wrap(source, seed=0) as loader:
+        with make() as loader:
             if state is not None:
                 loader.load_state_dict(state)
             for epoch in loader.epochs(3):
+                change(loader, epoch)
                 for number, batch in enumerate(loader):
                     seen.append(batch.tolist())
-                    if stop == (epoch, number):
+                    if cut == (epoch, number):
                         return seen, loader.state_dict()
         return seen, None
 
     whole, _ = run()
-    assert len({str(whole[first : first + 3]) for first in (0, 3, 6)}) == 3
-    for stop in [(0, 1), (1, 0), (2, 1)]:
-        before, state = run(stop=stop)
+    for cut in cuts:
+        before, state = run(cut=cut)
         assert before + run(state)[0] == whole
+    return whole
+
+
+def test_kept_workers_of_a_stateful_dataloader_shuffle_as_after_a_resume() -> None:
+    def make() -> Loader:
+        source: Any = StatefulDataLoader(Shuffling(), 4, num_workers=1, persistent_workers=True)
+        return midepoch.wrap(source, seed=0)
+
+    whole = as_if_undisturbed(make, lambda loader, epoch: None, [(0, 1), (1, 0), (2, 1)])
+    assert len({str(whole[first : first + 3]) for first in (0, 3, 6)}) == 3
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_resumed_run_reads_what_the_undisturbed_one_has(workers: int, method: str) -> None:
-    def run(state: Any = None, stop: tuple[int, int] | None = None) -> tuple[list[Any], Any]:
-        dataset, seen = Scaled(), list[Any]()
-        with kept(dataset, method, workers, shuffle=True) as loader:
-            if state is not None:
-                loader.load_state_dict(state)
-            for epoch in loader.epochs(3):
-                dataset.factor = 2.0 if epoch else 1.0
-                for number, batch in enumerate(loader):
-                    seen.append(batch.tolist())
-                    if stop == (epoch, number):
-                        return seen, loader.state_dict()
-        return seen, None
+    def change(loader: Loader, epoch: int) -> None:
+        loader.source.dataset.factor = 2.0 if epoch else 1.0
 
-    whole, _ = run()
-    for stop in [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0)]:
-        before, state = run(stop=stop)
-        assert before + run(state)[0] == whole
+    cuts = [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0)]
+    as_if_undisturbed(lambda: kept(Scaled(), method, workers, shuffle=True), change, cuts)
 
 
 class Noticing(Dataset[Any]):
