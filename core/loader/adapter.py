@@ -1,8 +1,8 @@
 """The base class of adapters: the one class to write for a new backend.
 
 An adapter holds only what its backend knows: the size, the batch size, the fingerprint, the capabilities, and how to
-open a session at a place. It has 18 names to write or to leave, and its sessions 7. The rules of iteration (the end of
-an epoch, loading, peeking, refusing) are in `progress.py`.
+open a session at a place. The rules of iteration (the end of an epoch, loading, peeking, refusing) are in
+`progress.py`.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ class Adapter(ABC):
 
     @final
     def session(self, run: Run) -> Session:
-        """The same, of what is around the source, if anything is."""
+        """A session of the object around the source, if there is one; otherwise of the source itself."""
         session = self.open(run)
         return session if self.around is None else self.around.session(session, run, self)
 
