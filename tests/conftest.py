@@ -14,6 +14,10 @@ from pathlib import Path
 
 import pytest
 
+# torch's TCPStore looks up the name of each client that connects, in its one thread, and answers nobody meanwhile. A
+# lost packet to the name server cost glibc's five seconds, which is what some tests give a store: ask again earlier.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+
 if not os.environ.get("MIDEPOCH_CHAOS"):
     # Before torch and numba are imported. Tests run side by side, and compile more than they compute.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -203,7 +203,7 @@ class Managers:
         }  # fmt: skip
         manager = Manager(
             pg=ProcessGroupGloo(timeout=timedelta(seconds=self.patience)), load_state_dict=lambda state: None,
-            state_dict=dict, quorum_timeout=timedelta(seconds=20), store_addr="127.0.0.1", store_port=store.port,
+            state_dict=dict, quorum_timeout=timedelta(seconds=120), store_addr="127.0.0.1", store_port=store.port,
             lighthouse_addr=self.address, replica_id=name, hostname="127.0.0.1", **given,
         )  # fmt: skip
         self._made.append((manager, store))
@@ -431,7 +431,7 @@ class Groups:
             while batches.epoch < epochs:
                 for batch in batches:
                     row = batch.tolist(), batches.weight
-                    # A store in a process that has had several may not answer in time; then the step is made again.
+                    # A store that looks up a name may not answer in time; then the step is made again.
                     if self.managers[number].should_commit():
                         self.rows[number].append(row)
         except BaseException as error:  # noqa: BLE001  # told in the test's thread
