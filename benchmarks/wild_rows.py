@@ -361,6 +361,11 @@ def declared(kind: type[Sequential | Shuffled]) -> Any:
     return noisy(sampler=midepoch.ResumableSampler(SIZE, shuffle=Endless(kind(SIZE)), seed=SEED))
 
 
+def pretraining(kind: Any, **keywords: Any) -> Any:
+    """A DataLoader over one of the samplers that language-model trainers bring."""
+    return DataLoader(Noisy(SIZE), batch_sampler=kind(SIZE, 0, BATCH, **keywords))
+
+
 DETECTRON2 = ("detectron2",)
 
 ROWS: dict[str, Row] = {
@@ -464,6 +469,16 @@ ROWS: dict[str, Row] = {
         lambda: AspectRatioGroupedDataset(DataLoader(Noisy(SIZE), batch_size=None, shuffle=True), BATCH), DETECTRON2,
         identify=None,
     ),  # which samples do not fill a last batch depends on the order
+    "a pretraining sampler as Megatron-LM's, one process": Row(lambda: pretraining(wild.Pretraining)),
+    "a pretraining sampler that counts what it consumes, as Megatron-LM's, one process": Row(
+        lambda: pretraining(wild.PretrainingAtRandom)
+    ),
+    "a pretraining sampler that pads with index -1, as NeMo's, one process": Row(
+        lambda: pretraining(wild.Pretraining, pad=True)
+    ),
+    "a pretraining sampler as Megatron-LM's, one of two ranks": Row(
+        lambda: pretraining(wild.Pretraining, data_parallel_size=2)
+    ),
     "apex data_prefetcher": Row(lambda: DataPrefetcher(loader()), ("apex",), {"inside": "loader"}),
     "apex data_prefetcher, kept workers": Row(lambda: DataPrefetcher(loader(**KEPT)), ("apex",), {"inside": "loader"}),
     "prefetch_generator's DataLoaderX": Row(lambda: loader(DataLoaderX), ("prefetch_generator",)),

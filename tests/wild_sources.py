@@ -173,6 +173,58 @@ class RepeatedAugmentation(Sampler[int]):
         self.epoch = epoch
 
 
+class Pretraining(Sampler[list[int]]):
+    """As batch samplers for the pretraining of language models: len() in samples, and where to continue from outside.
+
+    Args:
+        total_samples: of all passes together.
+        consumed_samples: where to continue.
+        micro_batch_size: of one process.
+        pad: the last batch with index -1, instead of leaving it out.
+    """
+
+    def __init__(
+        self, total_samples: int, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int = 0,
+        data_parallel_size: int = 1, pad: bool = False,
+    ) -> None:  # fmt: skip
+        self.total_samples, self.consumed_samples = total_samples, consumed_samples
+        self.micro_batch_size, self.data_parallel_rank = micro_batch_size, data_parallel_rank
+        self.micro_batch_times_data_parallel_size = micro_batch_size * data_parallel_size
+        self.pad = pad
+
+    def __len__(self) -> int:
+        return self.total_samples
+
+    def order(self) -> list[int]:
+        return list(range(self.consumed_samples, self.total_samples))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left, together = self.order(), self.micro_batch_times_data_parallel_size
+        left += [-1] * (-len(left) % together if self.pad else 0)
+        own = slice(self.data_parallel_rank * self.micro_batch_size, None)
+        for first in range(0, len(left) - together + 1, together):
+            self.count(together)
+            yield left[first : first + together][own][: self.micro_batch_size]
+
+    def count(self, samples: int) -> None:
+        """Before each batch of all processes."""
+
+
+class PretrainingAtRandom(Pretraining):
+    """Its epoch, too, is that of what it has consumed, which it counts while it is read."""
+
+    def order(self) -> list[int]:
+        together = self.micro_batch_times_data_parallel_size
+        each = self.total_samples - self.total_samples % together
+        epoch, done = divmod(self.consumed_samples, each)
+        generator = torch.Generator()
+        generator.manual_seed(epoch)
+        return [int(index) for index in torch.randperm(each, generator=generator)[done:]]
+
+    def count(self, samples: int) -> None:
+        self.consumed_samples += samples
+
+
 class KeepsState(Sampler[Any]):
     """Its own iterator of batches of names, filled by duration, from a buffer; it counts, and keeps a state."""
 
