@@ -260,7 +260,7 @@ def test_shell_blocks_name_what_exists(page: Path) -> None:
                 run(["make", "-n", match[1]], ROOT)
             elif match := re.fullmatch(r"pip install (?:\.|'\.\[(\w+)\]')", line):
                 assert match[1] is None or match[1] in extras, line
-            elif match := re.match(r"(?:\.venv/bin/python|python|bash) ((?:benchmarks|scripts)/\w+\.\w+)", line):
+            elif match := re.match(r"(?:(?:\.venv/bin/)?python|bash) ((?:benchmarks|scripts|examples)/\w+\.\w+)", line):
                 assert (ROOT / match[1]).exists(), line
             elif page.name == "tutorial.md" and line in ("python train.py", "python train.py & PID=$!", "kill -9 $PID"):
                 pass  # which test_the_tutorial does

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from ..errors import MidepochError, warn
-from ..order.keys import derive_key
+from ..order.keys import extend_key
 from .devices import DeviceGenerators
 from .globals import NAMES, GlobalGenerators, Stamp
 from .owned import OwnedGenerator, find_generators
@@ -420,4 +420,4 @@ def _start_all(starts: list[Start], key: int) -> None:
 
 
 def _start_owned(generator: OwnedGenerator, key: int) -> None:
-    generator.start(derive_key(key, generator.salt))
+    generator.start(extend_key(key, generator.salt))
