@@ -58,6 +58,18 @@ def pyg() -> Any:
     return PyG(Graphs(), batch_size=BATCH, shuffle=True)
 
 
+def neighbours(**keywords: Any) -> Any:
+    """A loader of subgraphs, with a sampler of its own: torch_geometric's are compiled, in other packages."""
+    import wild_graphs
+
+    return wild_graphs.loader(SIZE, BATCH, **keywords)
+
+
+def roots(batch: Any) -> list[int]:
+    """The nodes whose neighbours a subgraph has."""
+    return [int(node) for node in batch.input_id]
+
+
 class Pictures(Dataset[Any]):
     """As timm's datasets give them to its collate functions."""
 
@@ -391,6 +403,14 @@ ROWS: dict[str, Row] = {
         lambda: DataLoader(Noisy(SIZE), batch_sampler=Batches(DistributedSampler(Noisy(SIZE), 1, 0)))
     ),
     "torch_geometric DataLoader": Row(pyg, ("torch_geometric",), identify=lambda batch: first_column(batch.x)),
+    "torch_geometric NodeLoader": Row(neighbours, ("torch_geometric",), {"inside": ""}, identify=roots),
+    "torch_geometric NodeLoader, kept workers": Row(
+        lambda: neighbours(**KEPT), ("torch_geometric",), {"inside": ""}, identify=roots
+    ),
+    "torch_geometric NodeLoader, not declared": Row(neighbours, ("torch_geometric",), identify=roots),
+    "torch_geometric NodeLoader, kept workers, not declared": Row(
+        lambda: neighbours(**KEPT), ("torch_geometric",), identify=roots
+    ),
     "timm loader with mixup and cutmix": Row(lambda: timm(False, False, True), ("timm",), identify=None),
     "timm MultiEpochsDataLoader": Row(
         lambda: timm(False, True, False), ("timm",), {"inside": ""}, identify=second

@@ -42,6 +42,7 @@ SEEN: dict[str, tuple[Callable[..., Any], str]] = {
     "all ahead": (lambda **keywords: wild.AllAtOnce(loader(**keywords)), "loader"),
     "holds one back to the end": (lambda **keywords: wild.CountingAhead(loader(**keywords)), "loader"),
     "a subclass": (lambda **keywords: loader(wild.Doubling, **keywords), ""),
+    "works in its collate function": (lambda **keywords: loader(wild.Neighbours, **keywords), ""),
     "keeps its workers": (lambda **keywords: loader(wild.KeepsWorkers, **keywords), ""),
     "keeps an iterator from the start": (lambda **keywords: loader(wild.KeepsFromTheStart, **keywords), ""),
     "one ahead of one that keeps its workers": (
@@ -107,7 +108,7 @@ def test_it_jumps_and_goes_on_bit_for_bit(name: str) -> None:
     assert f"inside={SEEN[name][1]!r} is declared, and watched" in capabilities.constant_time_resume.reason
 
 
-@pytest.mark.parametrize("name", ["one ahead", "keeps its workers"])
+@pytest.mark.parametrize("name", ["one ahead", "keeps its workers", "works in its collate function"])
 @pytest.mark.parametrize("persistent", [True, False])
 def test_with_workers_it_gives_the_same(name: str, persistent: bool) -> None:
     whole, state = sources.heads(lambda: declared(name), 2)
@@ -208,6 +209,14 @@ def test_one_that_is_not_one_for_one_is_an_error_that_names_the_declaration(name
     words = f"{what}.*inside='loader' declares .*Leave inside= out"
     with pytest.raises(SourceError, match=words):
         sources.taken(around)
+
+
+def test_a_subclass_that_leaves_out_torchs_iterator_is_an_error_and_exact_by_replay() -> None:
+    with pytest.raises(SourceError, match=r"handed out 1 batches, and asked for 0 inside.*Leave inside= out"):
+        next(iter(midepoch.wrap(loader(wild.ReadsByItself), seed=3, inside="")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MidepochWarning)
+        assert_exact_at_every_cut(lambda: midepoch.wrap(loader(wild.ReadsByItself), seed=3))
 
 
 @pytest.mark.parametrize("kind", [wild.Twice, wild.OneMore])
@@ -333,8 +342,9 @@ def test_without_a_declaration_it_is_read_again_and_told_once(name: str) -> None
 
 
 def test_a_subclass_and_a_path_are_named_as_they_are_written() -> None:
-    with pytest.warns(MidepochWarning, match='write midepoch.wrap\\(loader, inside=""\\)'):
-        assert not midepoch.wrap(loader(wild.Doubling), seed=3).capabilities.constant_time_resume
+    for kind in (wild.Doubling, wild.Neighbours):
+        with pytest.warns(MidepochWarning, match='write midepoch.wrap\\(loader, inside=""\\)'):
+            assert not midepoch.wrap(loader(kind), seed=3).capabilities.constant_time_resume
     with pytest.warns(MidepochWarning, match='inside="loader.loader"'):
         midepoch.wrap(wild.OneAhead(wild.OnDevice(loader())), seed=3)
 
@@ -350,6 +360,7 @@ KEPT = {"num_workers": 1, "persistent_workers": True}
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "kept workers": (lambda: wild.OnDevice(loader(**KEPT)), r'persistent_workers=True.*Write .*inside="loader"'),
     "a subclass with kept workers": (lambda: loader(wild.Doubling, **KEPT), r'persistent_workers=True.*inside=""'),
+    "a loader of graphs with kept workers": (lambda: loader(wild.Neighbours, **KEPT), r'_workers=True.*inside=""'),
     "an iterator from the start": (lambda: loader(wild.KeepsFromTheStart), r'reads an iterator of .*inside=""'),
     "a function of kept workers": (lambda: function_around(**KEPT), "persistent_workers=True.*Wrap the DataLoader"),
     "an iterator alone": (lambda: wild.OnDevice(iter(loader())), "reads an iterator of .*Wrap the DataLoader"),

@@ -421,6 +421,32 @@ class Doubling(DataLoader[Any]):
             yield 2 * batch + float(torch.rand(()))
 
 
+class Neighbours(DataLoader[Any]):
+    """As loaders of graphs: its collate function, a method, draws neighbours, and the main process finishes a batch."""
+
+    def __init__(self, dataset: Any, batch_size: int, **keywords: Any) -> None:
+        super().__init__(dataset, batch_size, collate_fn=self.sample, **keywords)
+
+    def sample(self, samples: list[Any]) -> Any:
+        drawn = torch.randint(len(samples), (len(samples),))
+        return torch.stack(samples) + float(torch.rand(())), drawn
+
+    def finish(self, batch: Any) -> Any:
+        samples, drawn = batch
+        return samples + samples[drawn] * float(torch.rand(()))
+
+    def _get_iterator(self) -> Any:
+        return map(self.finish, super()._get_iterator())
+
+
+class ReadsByItself(Neighbours):
+    """Makes batches without torch's iterator."""
+
+    def _get_iterator(self) -> Any:
+        indices: Any = self.batch_sampler
+        return (self.finish(self.sample([self.dataset[index] for index in batch])) for batch in indices)
+
+
 # --- objects around a DataLoader that do more than pass its batches on ---
 
 
