@@ -74,7 +74,9 @@ def test_a_steady_batch_takes_few_calls() -> None:
         files = ("progress.py", "reading.py", "loader.py", "world.py")
         for each in steady:
             assert {name: count for name, count in each.items() if name.startswith(files)} == rules
-        assert first.total() <= most, first
+        # The summary of what the user's objects hold has a bound of its own, in time: test_summary.
+        walk = sum(count for name, count in first.items() if name.startswith(("summary.py", "loop_changes.py")))
+        assert first.total() - walk <= most, first
 
 
 def test_what_the_next_batch_follows_from_is_few_attributes() -> None:

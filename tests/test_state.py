@@ -43,7 +43,7 @@ from midepoch.state.digest import checksum_of
 
 KEYS = [
     "version", "adapter", "epoch", "position", "seed", "size", "world_size", "batch_size", "fingerprint", "detail",
-    "witness", "checksum",
+    "witness", "changed", "checksum",
 ]  # fmt: skip
 
 

@@ -295,7 +295,7 @@ class Progress:
         self.move(place, checked)
         self.loaded = checked
         self.context.take_seed(checked["seed"])
-        self.states.expect(checked["witness"])
+        self.states.expect(checked)
 
     # --- going elsewhere ---
 
@@ -392,6 +392,8 @@ class Progress:
         run = Run(place.epoch, place.position, seed, world, share, adapter.tail_in_use, detail, looks, expects)
         remembers = context.options.remember > 0 or adapter.facts.remembers
         self.reading = Reading(context.session(run), run, adapter.units_per_step(world), remembers)
+        if (changes := self.states.changes) is not None:
+            changes.opened(place.position > 0)
         return True
 
     def _prepared_share(self, place: Place, seed: int, world: World) -> Share | None:
@@ -459,8 +461,11 @@ class Progress:
     def _take(self, reading: Reading) -> Any:
         """A batch of the session. With the first one, what its reader saw is compared with the expected witness."""
         batch = reading.session.take()
-        if not reading.steps and reading.run.reports:
-            self.states.see(reading.run.reports[0], reading.run.epoch)
+        if not reading.steps:
+            if reading.run.reports:
+                self.states.see(reading.run.reports[0], reading.run.epoch)
+            if (changes := self.states.changes) is not None:
+                changes.first_batch()
         return batch
 
     def finish(self) -> None:

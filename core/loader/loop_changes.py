@@ -1,0 +1,166 @@
+"""What the training loop has changed in what the readers hold: a state says it, and a resume compares it.
+
+A loop may end an augmentation or set a probability, in `loader.source.dataset` or in the transforms that it holds. No
+order and no seed tells that. So the state names what was changed since the run's first pass, as the readers had it,
+and a run that continues within an epoch is warned of what it has not restored.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import StateCorruptError, warn
+from ..state.format import LONGEST_CHANGED
+from ..summary import CUT_OFF, HERE, summarize
+from .adapter import Adapter
+
+__all__ = ["LoopChanges", "parse"]
+
+_MOST = 8  # attributes
+_LONGEST_VALUE = 24
+_REST = "*"
+_OF_CALLERS = ".__self__."  # a method's object may be a trainer, whose counters follow the step
+
+_Look = dict[str, str]
+"""By path, the value of each attribute as a short text."""
+
+
+class LoopChanges:
+    """The attributes that the loop has changed since the run's first pass.
+
+    What reading changes is not the loop's: what moved while an epoch's first batch was read is left out. Nor is what
+    means something in one process alone, as paths and addresses do, or what only appears, as a cache does.
+
+    Attributes:
+        since_saved: a loaded state names an attribute that had another value when the next pass began.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._known: _Look = {}  # as the readers had it
+        self._expected: _Look = {}  # of a loaded state, until a pass begins
+        self._held: _Look | None = None  # by the readers of this epoch, of all attributes; None before the first pass
+        self._by_reading: set[str] = set()
+        self._asked, self._follows = 0, False  # states of this pass; and whether the loop changes it within one
+        self.since_saved = False
+
+    def start_as(self, other: LoopChanges) -> None:
+        """Take over what another loader of the same source knows."""
+        self._known, self._expected = dict(other._known), dict(other._expected)
+
+    def expect(self, text: str) -> None:
+        """Compare with the `text` of a loaded state when the next pass begins."""
+        self._known = parse(text)
+        self._expected, self._held = dict(self._known), None
+
+    def opened(self, inside: bool) -> None:
+        """A session was opened. `inside`: within an epoch, so what its readers had is known."""
+        look = self._look()
+        self.since_saved = any(_of(look, path) != value for path, value in self._expected.items())
+        if inside and self.since_saved:
+            self._warn(look)
+        self._expected = {}
+        if self._held is not None:
+            self._note(_differing(self._held, look), look)
+        self._known = {path: _of(look, path) for path in self._known}
+        self._held, self._asked, self._follows = look, 0, False
+
+    def first_batch(self) -> None:
+        """The session's first batch was read."""
+        if self._held:
+            self._by_reading |= _differing(self._held, self._look())
+            self._known = {path: value for path, value in self._known.items() if path not in self._by_reading}
+
+    def text(self, inside: bool) -> str:
+        """For a state: JSON of at most `LONGEST_CHANGED` characters; empty if nothing has changed.
+
+        Args:
+            inside: the state is of a place within an epoch. A process that reads by itself has the values of now.
+        """
+        self._asked += 1
+        # To look takes a thousand times as long as a state: at the first one, the second, the fourth and so on.
+        if self._held and (self._follows or not self._asked & (self._asked - 1)):
+            look = self._look()
+            moved, alone = _differing(self._held, look), not getattr(self._adapter.source, "num_workers", 0)
+            self._follows |= bool(moved - self._by_reading) and alone
+            self._note(moved, look if alone and inside else self._held)
+        return _text_of(self._known) if self._known else ""
+
+    def _note(self, moved: set[str], look: _Look) -> None:
+        for path in sorted(moved - self._by_reading):
+            self._known[path] = look[path]
+
+    def _look(self) -> _Look:
+        adapter, roots = self._adapter, dict[str, Any]()
+        for each in adapter.drawing():
+            names = (name for name in ("dataset", "collate_fn") if getattr(adapter.source, name, None) is each)
+            roots.setdefault(next(names, type(each).__name__), each)
+        values: dict[str, Any] = {}
+        found = summarize(values, **roots) if roots else {}
+        return {
+            path: _short(values.get(path), crc)
+            for path, crc in found.items()
+            if not path.endswith(HERE) and path != CUT_OFF and _OF_CALLERS not in path
+        }
+
+    def _warn(self, look: _Look) -> None:
+        differing = [
+            f"{path} was {value} for the readers, is {_of(look, path)} now"
+            for path, value in self._expected.items()
+            if _of(look, path) != value
+        ]
+        them = "it" if len(differing) == 1 else "them"
+        warn(f"{'; '.join(differing)}: restore {them} before the first batch")
+
+
+def _differing(before: _Look, after: _Look) -> set[str]:
+    return {path for path, value in after.items() if before.get(path, value) != value}
+
+
+def _of(look: Mapping[str, str], path: str) -> str:
+    return look.get(path, "not set")
+
+
+def _short(value: Any, crc: int) -> str:
+    """A number or a short text as it is written, and of all else the CRC."""
+    text = "" if value is None else repr(value)
+    return text if 0 < len(text) <= _LONGEST_VALUE else f"#{crc:08x}"
+
+
+def _text_of(known: _Look) -> str:
+    """Those with the shortest paths, and a CRC of the others, which tells that they have changed."""
+    some: _Look = {}
+    ordered = sorted(known, key=lambda path: (len(path), path))
+    for number, path in enumerate(ordered):
+        rest = ordered[number + 1 :]
+        more = {**some, path: known[path], **({_REST: "#00000000"} if rest else {})}
+        if len(some) == _MOST or len(_dumped(more)) > LONGEST_CHANGED:
+            others = [(path, known[path]) for path in ordered[number:]]
+            some[_REST] = f"#{zlib.crc32(repr(others).encode()):08x}"
+            break
+        some[path] = known[path]
+    return _dumped(some)
+
+
+def _dumped(some: _Look) -> str:
+    return json.dumps(some, separators=(",", ":"))
+
+
+def parse(text: str) -> dict[str, str]:
+    """The attributes that a state's text names, with their values.
+
+    Raises:
+        StateCorruptError: it is none that `LoopChanges.text` writes.
+    """
+    if not text:
+        return {}
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError):
+        parsed = None
+    if isinstance(parsed, dict) and len(parsed) <= _MOST + 1 and all(type(each) is str for each in parsed.values()):
+        return {path: value for path, value in parsed.items() if path != _REST}
+    raise StateCorruptError("the state's `changed` names no attributes and values: use an undamaged state")
