@@ -7,6 +7,7 @@ import functools
 import random
 import sys
 import types
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -550,3 +551,31 @@ def test_a_generator_over_numpys_global_one_cannot_be_seeded() -> None:
 
     exact = midepoch.wrap(DataLoader(Over(), batch_size=4), seed=0).capabilities.exact_augmentations
     assert not exact and "Over.generator (a Generator over numpy's global one)" in exact.reason
+
+
+class NeedsItLater(Dataset[Any]):
+    """Makes a generator when a sample of the second epoch first needs one, which is not the first sample."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        if self.epoch and index == 7 and not hasattr(self, "rng"):
+            self.rng = random.Random(5)
+        return index, self.rng.random() if hasattr(self, "rng") else 0.0
+
+
+def test_a_generator_that_is_made_in_a_later_pass_is_warned_of_once() -> None:
+    dataset = NeedsItLater()
+    loader = midepoch.wrap(DataLoader(dataset, 2), seed=0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for epoch in range(4):
+            dataset.epoch = epoch
+            list(loader)
+    said = [str(each.message) for each in told if "a random generator" in str(each.message)]
+    assert len(said) == 1
+    assert "rng) was made after a pass had begun" in said[0]

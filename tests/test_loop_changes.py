@@ -1,7 +1,8 @@
-"""What the training loop changes in what the readers hold: in the state, compared at a resume, for each kind of loop."""
+"""What the training loop changes in what the readers hold: a state says it, and a resume compares it."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
@@ -198,7 +199,7 @@ def test_nothing_is_looked_at_with_verify_off(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("renewed", [False, True])
 def test_data_that_the_loop_renews_are_not_called_others(renewed: bool, recwarn: pytest.WarningsRecorder) -> None:
-    """At an epoch's boundary: once the loop has renewed them, and the state says so, other data are as they should be."""
+    """At an epoch's boundary: once the loop has renewed them, and the state says so, others are as they should be."""
 
     def renew(dataset: Any, epoch: int, step: int) -> None:
         if not step:
@@ -222,3 +223,42 @@ def test_data_that_the_loop_renews_are_not_called_others(renewed: bool, recwarn:
         again.source.dataset.data += 5
         with pytest.warns(MidepochWarning, match="is not bit for bit"):
             next(iter(again))
+
+
+class Remembering(Stream):
+    """Gives one sample more in each pass that it has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        yield from itertools.islice(super().__iter__(), 6 + self.passes)
+
+
+class Counting:
+    """A collate function that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, samples: Any) -> Any:
+        self.calls += 1
+        return torch.stack(samples)
+
+
+def test_what_moves_from_pass_to_pass_as_it_is_read_is_believed() -> None:
+    stream = wrapped(Remembering())
+    source: Any = DataLoader(Scaled(), 2, collate_fn=Counting())
+    collating = midepoch.wrap(source, seed=0)
+    for loader, name in ((stream, "passes"), (collating, "calls")):
+        for _ in range(3):
+            list(loader)
+        promises = loader.capabilities
+        assert f"{name} moves from pass to pass as it is read" in promises.exact_augmentations.reason + (
+            promises.exact_order.reason
+        )
+    assert stream.capabilities.exact_order.believed
+    assert collating.capabilities.exact_augmentations.believed
+    assert not collating.capabilities.exact_order.believed

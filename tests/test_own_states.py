@@ -1762,3 +1762,71 @@ def test_grains_own_test_of_checkpoints_passes(name: str) -> None:
     from grain._src.python.testing.experimental import assert_equal_output_after_checkpoint
 
     assert_equal_output_after_checkpoint(_Iterated(GRAINS[name]))
+
+
+# --- states that draw -------------------------------------------------------------------------------------------------
+
+
+class Rereading(IterableDataset[Any]):
+    """Gives 24 samples in pairs, from a buffer of which its state says the indices alone: a load reads them again.
+
+    `always`: the buffer is never empty, so that the first state shows it.
+    """
+
+    def __init__(self, always: bool) -> None:
+        self.at, self.held, self.loaded, self.always = 0, list[Any](), False, always
+
+    def read(self, index: int) -> Any:
+        return torch.tensor([float(index), float(torch.rand(()))])
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.loaded:
+            self.at, self.held = 0, []
+        self.loaded = False
+        while self.at < 24 or self.held:
+            enough = 3 if self.always or self.at >= 8 else 2
+            while self.at < 24 and len(self.held) < enough:
+                self.held.append(self.read(self.at))
+                self.at += 1
+            given, self.held = self.held[:2], self.held[2:]
+            yield torch.stack(given)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "held": [int(each[0]) for each in self.held]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.held, self.loaded = state["at"], [self.read(index) for index in state["held"]], True
+
+
+def rereading(always: bool) -> Loader:
+    source: Any = DataLoader(Rereading(always), batch_size=None)
+    return midepoch.wrap(source, seed=0)
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_a_load_that_draws_is_said_and_moves_nobody(always: bool) -> None:
+    """By the trial, before the first save, where the first state shows it; otherwise at the resume."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loader = rereading(always)
+        batches = iter(loader)
+        for _ in range(6):
+            next(batches)
+        state = loader.state_dict()
+    assert any("load_state_dict of this Rereading draws random numbers" in str(each.message) for each in told) == always
+    assert bool(loader.capabilities.exact_augmentations) != always
+    again = rereading(always)
+    again.load_state_dict(state)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with pytest.warns(midepoch.MidepochWarning, match=r"put the samples themselves into the state"):
+        first = next(iter(again))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not again.capabilities.exact_augmentations
+    assert again.capabilities.exact_order
+    assert first[:, 0].tolist() == next(batches)[:, 0].tolist()
+    other = rereading(always)
+    other.load_state_dict(state)
+    torch.manual_seed(4)  # what it draws follows from the state alone
+    with pytest.warns(midepoch.MidepochWarning):
+        assert torch.equal(next(iter(other)), first)

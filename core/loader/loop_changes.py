@@ -12,9 +12,12 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from ..errors import StateCorruptError, warn
 from ..state.format import LONGEST_CHANGED
 from ..summary import CUT_OFF, HERE, summarize
+from ..trying import Finding
 from .adapter import Adapter
 
 __all__ = ["LoopChanges", "parse"]
@@ -44,6 +47,7 @@ class LoopChanges:
         self._expected: _Look = {}  # of a loaded state, until a pass begins
         self._held: _Look | None = None  # by the readers of this epoch, of all attributes; None before the first pass
         self._by_reading: set[str] = set()
+        self._told: set[str] = set()  # of those, what moves from pass to pass
         self._asked, self._follows = 0, False  # states of this pass; and whether the loop changes it within one
         self.since_saved = False
 
@@ -64,7 +68,9 @@ class LoopChanges:
             self._warn(look)
         self._expected = {}
         if self._held is not None:
-            self._note(_differing(self._held, look), look)
+            moved = _differing(self._held, look)
+            self._note(moved, look)
+            self._believe(moved & self._by_reading)
         self._known = {path: _of(look, path) for path in self._known}
         self._held, self._asked, self._follows = look, 0, False
 
@@ -92,6 +98,15 @@ class LoopChanges:
     def _note(self, moved: set[str], look: _Look) -> None:
         for path in sorted(moved - self._by_reading):
             self._known[path] = look[path]
+
+    def _believe(self, moved: set[str]) -> None:
+        """An iterable, or a collate function, that remembers what it has read may give other batches in each pass."""
+        indexed = not isinstance(getattr(self._adapter.source, "dataset", None), IterableDataset)
+        kept = sorted(path for path in moved - self._told if not (indexed and path.startswith("dataset")))
+        if kept:
+            self._told.update(kept)
+            why = f"{', '.join(kept[:3])} moves from pass to pass as it is read"
+            self._adapter.note(Finding(untried=why, order=not all(path.startswith("collate_fn") for path in kept)))
 
     def _look(self) -> _Look:
         adapter, roots = self._adapter, dict[str, Any]()

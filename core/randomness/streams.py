@@ -13,6 +13,7 @@ import functools
 import itertools
 import operator
 import os
+import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, cast
@@ -152,7 +153,7 @@ class Streams:
     def __init__(self, *roots: object, devices: bool = False) -> None:
         self._roots = roots
         self._owned: list[OwnedGenerator] | None = None
-        self._warned: set[str] = set()  # paths
+        self._warned: set[Any] = set()  # paths
         self._globals = GlobalGenerators()
         self._devices = DeviceGenerators() if devices else None
         self._rest_key = 0
@@ -180,11 +181,26 @@ class Streams:
             more: objects to search besides the roots.
             rest: the key of generators that are not used in this pass.
         """
+        before = self._owned
         self._search(more)
         self.first = True
+        if before is not None:
+            self._warn_of_later(before)
         if rest != self._rest_key:
             self._rest_key = rest
             self._globals.rest_at(rest)
+
+    def _warn_of_later(self, before: list[OwnedGenerator]) -> None:
+        """Warn once of each generator that was not there when the last pass began, nor after its first batch."""
+        known = {id(each.generator) for each in before} | {each.path for each in before} | self._warned
+        later = [each.path for each in self._owned or () if not {id(each.generator), each.path} & known]
+        if later:
+            self._warned |= set(later)
+            warn(
+                f"a random generator ({', '.join(later)}) was made after a pass had begun, and was not seeded in it; "
+                "its numbers may differ after a resume: make the generator in __init__, or use "
+                "midepoch.sample_generator()"
+            )
 
     def begin_replay(self) -> None:
         """Use this instead of `begin_pass` for a replayed source, whose first batch cannot be read again.
@@ -315,6 +331,16 @@ class Streams:
         with self as start:
             start(key)
             yield
+
+    def drawn_by(self, call: Callable[[], object]) -> bool:
+        """Whether `call` draws, from global generators or the source's own. Use it between `begin` and `end`."""
+
+        def look() -> tuple[Any, ...]:
+            return self._globals.stamp(), self.asked, [pickle.dumps(each.save()) for each in self._owned or ()]
+
+        before = look()
+        call()
+        return look() != before
 
     # --- both ---
 
