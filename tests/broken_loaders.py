@@ -558,6 +558,26 @@ class CountsFromTheResume(ReferenceLoader):
         return state
 
 
+@breaks("chain")
+class LosesABatchAtTheThirdResume(ReferenceLoader):
+    """Its states count the resumes after which a batch was given."""
+
+    begun, resumes = (0, 0), 0
+
+    def detail(self) -> str:
+        return "r" * (self.resumes + (self.cursor != self.begun))
+
+    def apply(self, state: dict[str, Any]) -> None:
+        super().apply(state)
+        self.resumes, self.begun = len(state["detail"]), self.cursor
+        if self.resumes == 3:
+            self.cursor = self.begun = (state["epoch"], min(state["position"] + self.batch_size, self.size))
+
+    def check_topology(self, state: dict[str, Any]) -> None:
+        if state["detail"].strip("r"):
+            raise StateCorruptError("the detail counts no resumes")
+
+
 # Partition and topology.
 
 

@@ -30,7 +30,7 @@ from midepoch.world import World
 
 KEYS = (
     "version", "adapter", "epoch", "position", "seed", "size", "world_size", "batch_size", "fingerprint", "detail",
-    "witness", "checksum",
+    "witness", "changed", "checksum",
 )  # fmt: skip
 VERSION = 1
 END = object()
@@ -301,6 +301,7 @@ class ReferenceLoader:
                 "fingerprint": self.fingerprint(),
                 "detail": self.detail(),
                 "witness": self.witness(epoch if position else epoch - 1),
+                "changed": "",
             }
         )
 
@@ -346,10 +347,12 @@ class ReferenceLoader:
         if not isinstance(state, dict) or sorted(map(str, state)) != sorted(KEYS):
             raise StateCorruptError(f"a state has the keys {', '.join(KEYS)}")
         for key in KEYS:
-            wanted = str if key in ("adapter", "fingerprint", "detail", "witness", "checksum") else int
+            wanted = str if key in ("adapter", "fingerprint", "detail", "witness", "changed", "checksum") else int
             if type(state[key]) is not wanted:
                 raise StateCorruptError(f"{key} is {state[key]!r}, not {wanted.__name__}")
         Witness.parse(state["witness"])
+        if state["changed"]:
+            raise StateCorruptError(f"changed is {state['changed']!r}, and nothing changes the data of this loader")
         if reseal(state) != state:
             raise StateCorruptError("the checksum does not fit")
         if min(state["world_size"], state["batch_size"]) < 1:

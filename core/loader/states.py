@@ -128,7 +128,10 @@ class States:
         if size is not None and place.position > size:
             _mismatch("the size", f"position {place.position}", size, "use the data that it was saved with")
         if None not in (size, checked["size"]) and checked["size"] != size:
-            cure = "use the data and the sampler that it was saved with, or start over with these"
+            cure = (
+                "use the data and the sampler that it was saved with, or start over with these; if the length follows "
+                "the epoch, set that before you load"
+            )
             _mismatch("the size", checked["size"], size, cure)
         begins = place.after() if place.at_end else place
         adapter.check_detail(place.detail, checked["seed"], begins.epoch, begins.position, world)
