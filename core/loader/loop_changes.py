@@ -77,7 +77,8 @@ class LoopChanges:
     def first_batch(self) -> None:
         """The session's first batch was read."""
         if self._held:
-            self._by_reading |= _differing(self._held, self._look())
+            look = self._look()
+            self._by_reading |= _differing(self._held, look) | (self._held.keys() ^ look.keys())
             self._known = {path: value for path, value in self._known.items() if path not in self._by_reading}
 
     def text(self, inside: bool) -> str:

@@ -153,7 +153,8 @@ class Streams:
     def __init__(self, *roots: object, devices: bool = False) -> None:
         self._roots = roots
         self._owned: list[OwnedGenerator] | None = None
-        self._warned: set[Any] = set()  # paths
+        self._warned: set[str] = set()  # paths
+        self._later: list[OwnedGenerator] = []  # found when this pass began, and not before
         self._globals = GlobalGenerators()
         self._devices = DeviceGenerators() if devices else None
         self._rest_key = 0
@@ -191,16 +192,20 @@ class Streams:
             self._globals.rest_at(rest)
 
     def _warn_of_later(self, before: list[OwnedGenerator]) -> None:
-        """Warn once of each generator that was not there when the last pass began, nor after its first batch."""
-        known = {id(each.generator) for each in before} | {each.path for each in before} | self._warned
-        later = [each.path for each in self._owned or () if not {id(each.generator), each.path} & known]
-        if later:
-            self._warned |= set(later)
+        """Warn of each generator that samples made in the pass before the last one, and that is still in use.
+
+        Code that makes another one in each pass has seeded it itself.
+        """
+        found = self._owned or []
+        kept = {id(each.generator) for each in self._later}
+        if paths := [each.path for each in found if id(each.generator) in kept]:
             warn(
-                f"a random generator ({', '.join(later)}) was made after a pass had begun, and was not seeded in it; "
+                f"a random generator ({', '.join(paths)}) was made after a pass had begun, and was not seeded in it; "
                 "its numbers may differ after a resume: make the generator in __init__, or use "
                 "midepoch.sample_generator()"
             )
+        known = {id(each.generator) for each in before} | {each.path for each in before}
+        self._later = [each for each in found if not {id(each.generator), each.path} & known]
 
     def begin_replay(self) -> None:
         """Use this instead of `begin_pass` for a replayed source, whose first batch cannot be read again.
