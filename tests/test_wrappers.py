@@ -369,6 +369,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+def test_what_fabric_returns_is_to_be_wrapped_before() -> None:
+    fabric = pytest.importorskip("lightning").Fabric(accelerator="cpu")
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"leave that out, .* then=fabric\.to_device"):
+        midepoch.wrap(fabric.setup_dataloaders(loader()), seed=3)
+
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(loader(), seed=3, then=fabric.to_device)
+
+    assert_exact_at_every_cut(make)
+    assert make().capabilities.constant_time_resume
+
+
 def function_of_an_iterator(batches: Any) -> Any:
     return lambda: map(torch.neg, batches)
 
