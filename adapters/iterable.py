@@ -15,6 +15,7 @@ from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import Sequential
 from midepoch.reading.around import loaders_in
+from midepoch.reading.collating import as_it_is
 from midepoch.reading.indexed import MapReader, Samples, map_requests, unchanged
 from midepoch.reading.iterables import IterableAdapter
 from midepoch.reading.private import is_iterator
@@ -46,7 +47,7 @@ class SequenceAdapter(Adapter):
             )
         # A list's items exist already, so reading them draws nothing.
         streams = options.streams and not isinstance(source, list | tuple)
-        self._reader = MapReader(source, _as_it_is, True, False, streams)
+        self._reader = MapReader(source, as_it_is, True, False, streams)
 
     @classmethod
     def recognises(cls, source: object) -> bool:
@@ -168,7 +169,3 @@ def _refuse_what_cannot_restart(source: Any) -> None:
             f"the first. {cure} the DataLoader itself, and pass what is done with its batches as then=, or leave "
             "persistent_workers out"
         )
-
-
-def _as_it_is(value: Any) -> Any:
-    return value

@@ -36,6 +36,7 @@ from ..loader.adapter import Options, Run
 from ..order.keys import TORCH_KEYS, derive_key
 from ..randomness.streams import Purpose
 from ..summary import changed_paths, summarize
+from .collating import as_it_is
 from .private import (
     alive,
     end_when_collected,
@@ -134,7 +135,7 @@ class Server:
             _ReaderDataset(reader),
             batch_size=None,
             sampler=_Requests(),
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             num_workers=theirs.num_workers,
             pin_memory=theirs.pin_memory,
             pin_memory_device=theirs.pin_memory_device,
@@ -513,7 +514,3 @@ def workers_outlive_signals(source: object) -> Iterator[None]:
             yield
     finally:
         source.worker_init_fn, source.multiprocessing_context = function, context
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
