@@ -20,8 +20,6 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tes
 
 import numpy as np
 import torch
-import wild_sources as wild
-from sources import Noisy
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -40,6 +38,8 @@ import midepoch
 from midepoch.order import Endless, Sequential, Shuffled
 from midepoch.testing import check_resumable
 from midepoch.testing.naming import Naming
+from support import wild_sources as wild
+from support.sources import Noisy
 
 # --- packages ---------------------------------------------------------------------------------------------------------
 
@@ -232,19 +232,19 @@ def nodes() -> Any:
 
 
 def own(name: str) -> Any:
-    import own_state_sources
+    from support import own_state_sources
 
     return own_state_sources.WRAPPED[name]()
 
 
 def streaming() -> Any:
-    import streaming_sources
+    from support import streaming_sources
 
     return streaming_sources.make_loader(0, SEED, SIZE)
 
 
 def identify_own(batch: Any) -> list[int]:
-    import own_state_sources
+    from support import own_state_sources
 
     return list(own_state_sources.identify(batch))
 
