@@ -207,6 +207,22 @@ def test_one_that_is_not_one_for_one_is_an_error_that_names_the_declaration(name
         sources.taken(around)
 
 
+class NotesPasses(wild.Neighbours):
+    passes = 0
+
+    def _get_iterator(self) -> Any:
+        self.passes += 1
+        return super()._get_iterator()
+
+
+def test_a_subclass_finishes_what_torchs_iterator_gives_and_keeps_what_it_notes() -> None:
+    source = loader(NotesPasses)
+    around = midepoch.wrap(source, seed=3, inside="")
+    for _ in range(2):
+        assert {(type(batch), len(batch.shape)) for batch in around} == {(torch.Tensor, 2)}, "not pairs"
+    assert source.passes == 2
+
+
 def test_a_subclass_that_leaves_out_torchs_iterator_is_an_error_and_exact_by_replay() -> None:
     with pytest.raises(SourceError, match=r"handed out 1 batches, and asked for 0 inside.*Leave inside= out"):
         next(iter(midepoch.wrap(loader(wild.ReadsByItself), seed=3, inside="")))
