@@ -80,6 +80,7 @@ class SequenceAdapter(Adapter):
             elastic_world=promises.POSITIONS,
             elastic_workers=promises.NO_WORKERS,
             rank_independent=promises.ONE_STATE,
+            skips=promises.SKIPS,
         )
 
     def open(self, run: Run) -> Session:

@@ -27,30 +27,28 @@ def computed(size: int, key: int, p: int) -> int:
         low ^= hashed(key, i + 1, high) >> 64 - bits
     p = high * 2**bits + low
     return p if p < size else computed(size, key, p)
-def intervals(text: str, origin: int) -> list[tuple[int, int]]:
+def intervals(text: str) -> list[tuple[int, int]]:
     unit, *steps = (int(number, 36) for number in text.split("."))
     ends = accumulate(unit * step for step in steps)
-    return [(origin + start, origin + stop) for start, stop in zip(ends, ends, strict=True)]
+    return [*zip(ends, ends, strict=True)]
 def position_of(place: int, holes: list[tuple[int, int]]) -> int:
-    for start, stop in sorted(holes):
+    for start, stop in holes:
         place += stop - start if start <= place else 0
     return place
 
 def batches(state: Any, batch_size: int, rank: int, world: int, *options: str) -> Any:
     size, position, order = state["size"], state["position"], json.loads(state["fingerprint"])["order"]
-    omit = dict(part.split(":") for part in state.get("omit", "").split())
+    omit = dict(part.split(":") for part in state["omit"].split())
     for epoch in count(state["epoch"]):
         key = extended(0, int.from_bytes(b"shuffled", "big"), state["seed"], epoch, size)
-        skip = intervals(omit.get(str(epoch), "0"), 0)
-        holes = [(0, position), *((max(start, position), max(stop, position)) for start, stop in skip)]
-        holes += intervals(omit.pop("done", "0"), position)
-        left, unskipped = (size - sum(stop - start for start, stop in each) for each in (holes, skip))
-        for start in range(0, left, batch_size * world):
-            rest = min(left - start, batch_size * world)
+        holes = intervals(omit.get(str(epoch), "0"))
+        size_left = size - sum(stop - start for start, stop in holes)
+        first_place = position - sum(min(stop, position) - start for start, stop in holes if start < position)
+        for start in range(first_place, size_left, batch_size * world):
+            rest = min(size_left - start, batch_size * world)
             share = rest // world if "drop" in options else -(-rest // world)
             places = range(start + rank * share, start + (rank + 1) * share)
-            at = [position_of(i, holes) if i < left else position_of((i - left) % unskipped, skip) for i in places]
-            at = at[: max(0, left - places.start)] if "uneven" in options else at
+            at = [position_of(i % size_left, holes) for i in places if i < size_left or "uneven" not in options]
             if at and (len(at) == batch_size or "drop_last" not in options):
                 yield at if order == "sequential" else permuted(size, key, at)
         position = 0

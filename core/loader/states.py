@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any, Literal, NoReturn
 
-from ..errors import StateMismatchError, warn
+from ..errors import StateCorruptError, StateMismatchError, warn
+from ..order.holes import parse_skips
 from ..state import format as states
 from ..state import parts
 from ..state.format import State
@@ -72,8 +73,8 @@ class States:
 
     # --- building and checking ---
 
-    def build(self, place: Place, seed: int, world: World, witness: str = "") -> State:
-        """The state at a place."""
+    def build(self, place: Place, seed: int, world: World, witness: str = "", omit: str = "") -> State:
+        """The state at a place. `omit`: what this epoch and later ones leave out."""
         adapter, detail = self._context.adapter, place.detail
         if not detail and (place.at_end or not place.position):
             begins = place.after() if place.at_end else place
@@ -100,7 +101,7 @@ class States:
             detail = parts.single_part(world.rank, detail) if own else detail
         changes = self.changes
         changed = "" if changes is None else changes.text(place.position > 0 and not place.at_end)
-        return states.build(**fields, detail=detail, witness=witness, changed=changed)
+        return states.build(**fields, detail=detail, witness=witness, changed=changed, omit=omit)
 
     def check(self, state: State, world: World) -> tuple[State, Place]:
         """A copy of `state`, if this source can continue from it, and its place.
@@ -137,7 +138,24 @@ class States:
         adapter.check_detail(place.detail, checked["seed"], begins.epoch, begins.position, world)
         Witness.parse(checked["witness"])
         parse(checked["changed"])
+        self._check_omit(checked["omit"], checked["epoch"], size)
         return checked, place
+
+    def _check_omit(self, omit: str, epoch: int, size: int | None) -> None:
+        """Raise a StateError unless this source can leave out what a state leaves out."""
+        try:
+            skips = parse_skips(omit)
+        except ValueError as error:
+            raise StateCorruptError(f"omit is damaged ({error}): use an undamaged state") from None
+        can = self._context.adapter.promises.skips
+        if skips and (self._context.is_part or not can):
+            raise StateMismatchError(f"the state skips positions, and this source cannot ({can.reason}): load another")
+        for each, holes in skips.items():
+            if each < epoch or (size is not None and each == epoch and holes.stops[-1] > size):
+                raise StateCorruptError(
+                    f"omit names positions up to {holes.stops[-1]} of epoch {each}, and the state is in epoch {epoch} "
+                    f"of {size}: use an undamaged state"
+                )
 
     def _warn_of_package(self, fingerprint: str) -> None:
         """Warn where a source's package is of another version than the one that has made the state."""

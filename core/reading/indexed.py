@@ -22,6 +22,7 @@ from torch.utils.data import StackDataset, Subset
 from ..errors import SourceError
 from ..loader.adapter import Run
 from ..order import EpochOrder
+from ..order.holes import Holes
 from ..order.keys import derive_key, derive_keys, extend_key
 from ..randomness.streams import Purpose, Streams
 from ..samplers import MaterializedEpoch
@@ -49,6 +50,7 @@ class MapRequest(NamedTuple):
         session: the run's session number.
         left: requests of this run that are still to come.
         look: samples to look at; None for all but the first request of a session.
+        positions: of the units; None if they follow each other from `start` on.
     """
 
     seed: int
@@ -59,6 +61,7 @@ class MapRequest(NamedTuple):
     session: int
     left: int
     look: WitnessRequest | None = None
+    positions: list[int] | None = None
 
 
 class Samples:
@@ -112,6 +115,9 @@ def map_requests(
     """
     share = run.share
     assert share is not None  # what can be indexed has a size
+    if run.holes is not None:
+        yield from _requests_around(run, share, run.holes, order, unchanged, listed_batches)
+        return
     seed, epoch, size, session, left = run.seed, run.epoch, share.size, run.session, share.steps
     looks = bool(run.looks and size)
     # Several are made in a row: between two batches of a loader with workers, code and data leave the processor's
@@ -138,11 +144,43 @@ def map_requests(
                     index = next(iter(index), None)
                 look, looks = None if index is None else WitnessRequest.of(run, index), False
             batch = list(indices[0]) if listed_batches else indices
-            requests.append(made((seed, epoch, start, size, batch, session, left, look)))
+            requests.append(made((seed, epoch, start, size, batch, session, left, look, None)))
         for request in requests:
             unchanged()
             yield request
         count = min(2 * count, max(1, _MOST_AHEAD // share.batch_size))
+
+
+def _requests_around(
+    run: Run,
+    share: Share,
+    holes: Holes,
+    order: EpochOrder | MaterializedEpoch,
+    unchanged: Callable[[], None],
+    listed_batches: bool,
+) -> Iterator[MapRequest]:
+    """As `map_requests`, around positions that are left out: the share is one of places."""
+    places, size, look = share.size, share.size + holes.total, bool(run.looks and share.size)
+    for left, (start, stop) in zip(range(share.steps - 1, -1, -1), spans(share), strict=True):
+        pieces = holes.spans(start, min(stop, places))
+        repeats = [holes.position_of(place % places) for place in range(max(start, places), stop)]
+        pieces += [(position, position + 1) for position in repeats]
+        first, last = pieces[0][0], max(piece[1] for piece in pieces)
+        if 0 < last - first <= _MOST_AHEAD and min(pieces)[0] == first:  # one slice costs less than several
+            near = as_list(order[first:last])
+            indices = [index for a, z in pieces for index in near[a - first : z - first]]
+        else:
+            indices = [index for a, z in pieces for index in as_list(order[a:z])]
+        witness = None
+        if look:
+            index = as_list(order[0:1])[0]
+            index = next(iter(index), None) if listed_batches else index
+            witness, look = None if index is None else WitnessRequest.of(run, index), False
+        positions = [position for a, z in pieces for position in range(a, z)]
+        begin = first if start < places else size + start - places
+        batch = list(indices[0]) if listed_batches else indices
+        unchanged()
+        yield MapRequest(run.seed, run.epoch, begin, size, batch, run.session, left, witness, positions)
 
 
 def as_list(indices: Any) -> list[Any]:
@@ -279,6 +317,8 @@ class MapReader:
 
     def _keys(self, request: MapRequest) -> list[int]:
         start, count = request.start, len(request.indices)
+        if request.positions is not None and not self._listed_batches:
+            return cast(list[int], derive_keys(self._sample_key, np.array(request.positions)).tolist())
         if self._listed_batches:
             key = extend_key(self._sample_key, start % request.size)
             return cast(list[int], derive_keys(key, np.arange(count)).tolist())

@@ -40,6 +40,7 @@ State = dict[str, Any]
 | detail | the adapter's own part, as text: empty if the order is midepoch's |
 | witness | what one sample looked like (`midepoch.state.witness`); empty where there is none |
 | changed | JSON text: what the loop has changed in what the readers hold (`LoopChanges`); empty if nothing |
+| omit | text: the positions that epochs leave out (docs/format.md); empty if there are none |
 | checksum | CRC-32 of all the others |
 """
 
@@ -55,6 +56,7 @@ It is not compared. If the other part differs, the message names the pieces that
 
 _LARGEST_INTEGER = 1 << 62  # leaves room for the epoch after the largest one
 _LARGEST_DETAIL = 64 << 20
+_LARGEST_OMIT = 3584
 
 # name: (accepted types, exclusive upper bound of integers or largest length of texts, lower bound)
 _FIELDS: dict[str, tuple[tuple[type, ...], int, int]] = {
@@ -70,6 +72,7 @@ _FIELDS: dict[str, tuple[tuple[type, ...], int, int]] = {
     "detail": ((str,), _LARGEST_DETAIL, 0),
     "witness": ((str,), LONGEST, 0),
     "changed": ((str,), LONGEST_CHANGED, 0),
+    "omit": ((str,), _LARGEST_OMIT, 0),
     "checksum": ((str,), 8, 8),
 }
 

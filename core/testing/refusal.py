@@ -40,6 +40,7 @@ _NONSENSE: dict[str, tuple[Any, ...]] = {
     "fingerprint": (None, 0, True),
     "witness": (None, 0, True, "!!!"),
     "changed": (None, 0, True, "!!!"),
+    "omit": (None, 0, True, "!!!"),
 }
 
 

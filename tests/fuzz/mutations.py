@@ -15,7 +15,7 @@ import torch
 State = dict[str, Any]
 
 NUMBERS = ("version", "epoch", "position", "seed", "size", "world_size", "batch_size")
-TEXTS = ("adapter", "fingerprint", "detail", "witness", "changed", "checksum")
+TEXTS = ("adapter", "fingerprint", "detail", "witness", "changed", "omit", "checksum")
 ADAPTERS = (
     "dataloader", "iterable-dataloader", "iterable", "sequence", "sampler", "stateful", "stateful-dataloader",
     "datasets", "grain", "combined", "webdataset", "webdataset-streams", "streaming", "dali", "dali-sampled", "ffcv",

@@ -30,7 +30,7 @@ from midepoch.world import World
 
 KEYS = (
     "version", "adapter", "epoch", "position", "seed", "size", "world_size", "batch_size", "fingerprint", "detail",
-    "witness", "changed", "checksum",
+    "witness", "changed", "omit", "checksum",
 )  # fmt: skip
 VERSION = 1
 END = object()
@@ -302,6 +302,7 @@ class ReferenceLoader:
                 "detail": self.detail(),
                 "witness": self.witness(epoch if position else epoch - 1),
                 "changed": "",
+                "omit": "",
             }
         )
 
@@ -347,11 +348,12 @@ class ReferenceLoader:
         if not isinstance(state, dict) or sorted(map(str, state)) != sorted(KEYS):
             raise StateCorruptError(f"a state has the keys {', '.join(KEYS)}")
         for key in KEYS:
-            wanted = str if key in ("adapter", "fingerprint", "detail", "witness", "changed", "checksum") else int
+            texts = ("adapter", "fingerprint", "detail", "witness", "changed", "omit", "checksum")
+            wanted = str if key in texts else int
             if type(state[key]) is not wanted:
                 raise StateCorruptError(f"{key} is {state[key]!r}, not {wanted.__name__}")
         Witness.parse(state["witness"])
-        if state["changed"]:
+        if state["changed"] or state["omit"]:
             raise StateCorruptError(f"changed is {state['changed']!r}, and nothing changes the data of this loader")
         if reseal(state) != state:
             raise StateCorruptError("the checksum does not fit")

@@ -91,9 +91,10 @@ def test_capabilities_are_those_of_the_table(name: str) -> None:
         told = loader.capabilities
     assert list(vars(told)) == [
         "exact_order", "exact_augmentations", "constant_time_resume", "elastic_world", "elastic_workers",
-        "rank_independent",
+        "rank_independent", "skips",
     ]  # fmt: skip
-    assert " ".join("yes" if capability else "no" for capability in vars(told).values()) == expected, str(told)
+    of_table = list(vars(told).values())[:-1]
+    assert " ".join("yes" if capability else "no" for capability in of_table) == expected, str(told)
     for capability in vars(told).values():
         assert len(capability.reason.split()) >= 3, "each answer has its reason in a sentence"
         assert capability.reason in str(told)

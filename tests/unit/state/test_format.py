@@ -85,6 +85,10 @@ def test_sixty_lines_say_what_comes_next(data: st.DataObject) -> None:
     world = World(0, data.draw(st.integers(1, 5)))
     saved = wrapped(size, data.draw(st.integers(1, 40)), shuffle=shuffle, seed=seed, world=world)
     saved.seek(data.draw(st.integers(0, 3)), 0)
+    for _ in range(data.draw(st.integers(0, 4))):
+        start = data.draw(st.integers(0, size - 1))
+        stop = data.draw(st.integers(start + 1, size))
+        saved.skip(start, stop, epoch=saved.epoch + data.draw(st.integers(0, 2)))
     next_batches(saved, data.draw(st.integers(0, 12)))
     state = json.loads(json.dumps(saved.state_dict()))
     batch_size, world_size = data.draw(st.integers(1, 50)), data.draw(st.integers(1, 6))
@@ -145,6 +149,16 @@ def test_the_vectors_of_the_page() -> None:
         assert text.startswith(order.describe())
         assert order.epoch(*numbered[-2:])[:4].tolist() == list(map(int, numbers.split()))
     assert len(rows("|")) + len(rows("P(n")) + len(rows("order, N")) == 10
+
+
+def test_the_texts_of_holes() -> None:
+    loader = wrapped(40, 2)
+    loader.skip(6, 11)
+    loader.skip(31, 36)
+    loader.skip(10, 20, epoch=12)
+    state = loader.state_dict()
+    assert state["omit"] == "0:1.6.5.k.5 12:a.1.1"
+    assert all(f"`{text}`" in PAGE for text in state["omit"].split())
 
 
 def as_written(text: str, size: int, seed: int, epoch: int, position: int) -> int:
