@@ -45,6 +45,7 @@ class LoopChanges:
         self._adapter = adapter
         self._known: _Look = {}  # as the readers had it
         self._expected: _Look = {}  # of a loaded state, until a pass begins
+        self._roots: dict[str, Any] = {}  # of the pass
         self._held: _Look | None = None  # by the readers of this epoch, of all attributes; None before the first pass
         self._by_reading: set[str] = set()
         self._told: set[str] = set()  # of those, what moves from pass to pass
@@ -62,6 +63,7 @@ class LoopChanges:
 
     def opened(self, inside: bool) -> None:
         """A session was opened. `inside`: within an epoch, so what its readers had is known."""
+        self._roots = self._named()
         look = self._look()
         self.since_saved = any(_of(look, path) != value for path, value in self._expected.items())
         if inside and self.since_saved:
@@ -109,13 +111,17 @@ class LoopChanges:
             why = f"{', '.join(kept[:3])} moves from pass to pass as it is read"
             self._adapter.note(Finding(untried=why, order=not all(path.startswith("collate_fn") for path in kept)))
 
-    def _look(self) -> _Look:
-        adapter, roots = self._adapter, dict[str, Any]()
-        for each in adapter.drawing():
-            names = (name for name in ("dataset", "collate_fn") if getattr(adapter.source, name, None) is each)
+    def _named(self) -> dict[str, Any]:
+        """The objects whose code reads, by the names that messages give them."""
+        source, roots = self._adapter.source, dict[str, Any]()
+        for each in self._adapter.drawing():
+            names = (name for name in ("dataset", "collate_fn") if getattr(source, name, None) is each)
             roots.setdefault(next(names, type(each).__name__), each)
+        return roots
+
+    def _look(self) -> _Look:
         values: dict[str, Any] = {}
-        found = summarize(values, **roots) if roots else {}
+        found = summarize(values, **self._roots) if self._roots else {}
         return {
             path: _short(values.get(path), crc)
             for path, crc in found.items()
