@@ -830,6 +830,7 @@ class _Threads(multiprocessing.context.BaseContext):
 def test_workers_that_are_threads_are_refused_and_end_no_job() -> None:
     """In a process of its own: torch's worker leaves its mark in the process that it runs in."""
     program = (
+        "import sys; sys.path.append(sys.argv[1])\n"
         "import midepoch, test_dataloader as here\n"
         "from torch.utils.data import DataLoader\n"
         "for kept in (False, True):\n"
@@ -844,8 +845,9 @@ def test_workers_that_are_threads_are_refused_and_end_no_job() -> None:
         "            print(str(error).strip().splitlines()[-1])\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=TESTS, capture_output=True, text=True, timeout=120
-    )
+        [sys.executable, "-c", program, str(TESTS)],
+        cwd=TESTS / "backends", capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
     assert done.stdout.count("are threads") == done.stdout.count("multiprocessing_context out") == 4, done.stderr
     assert done.returncode == 0
 

@@ -272,7 +272,8 @@ def test_any_layer_of_threads_gives_the_same_pixels(layer: str) -> None:
     # In-process, numba has its own choice of layer, which the machine decides.
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "import ffcv_sources as sources, numba\n"
+        "from support import ffcv_sources as sources\n"
+        "import numba\n"
         "from midepoch.testing import digest\n"
         "print([digest(batch) for batch in sources.load(num_workers=2)])\n"
         "print(numba.threading_layer())\n"

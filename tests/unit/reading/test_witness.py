@@ -29,6 +29,7 @@ from midepoch import MidepochWarning, StateCorruptError, StateMismatchError, Wor
 from midepoch.state.digest import checksum_of
 from midepoch.state.witness import LONGEST, SampleSummary, Witness, summary_of
 from support import witness_sources
+from support.places import TESTS
 from support.witness_sources import SIZE, as_it_is, in_new_process, make, outcome
 
 PLACES = {"in mid-epoch": 3, "at the boundary": 8, "in a later epoch": 11}  # batches of 8 an epoch
@@ -771,8 +772,9 @@ def test_content_on_a_gpu_is_seen() -> None:
 def test_content_on_a_device_is_seen() -> None:
     """That of torch's lazy tensors, which compute on any machine."""
     pytest.importorskip("torch._lazy.ts_backend", reason="this torch has no lazy tensors")
-    code = "import torch._lazy.ts_backend as lazy, test_witness; lazy.init(); test_witness.agree_on('lazy')"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+    code = "import sys; sys.path.append(sys.argv[1])\n"
+    code += "import torch._lazy.ts_backend as lazy, test_witness; lazy.init(); test_witness.agree_on('lazy')"
+    subprocess.run([sys.executable, "-c", code, str(TESTS)], check=True, cwd=Path(__file__).parent)
 
 
 def test_a_look_says_the_same_in_another_process() -> None:

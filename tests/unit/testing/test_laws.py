@@ -309,7 +309,7 @@ def test_a_script_that_every_new_process_runs_again_is_told_so_once(tmp_path: Pa
     script = tmp_path / "script.py"
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n"
-        "from midepoch.testing import check_resumable\nfrom reference_loader import ReferenceLoader\n"
+        "from midepoch.testing import check_resumable\nfrom support.reference_loader import ReferenceLoader\n"
         "check_resumable(ReferenceLoader)\n"
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
