@@ -104,7 +104,11 @@ class LoopChanges:
 
     def _believe(self, moved: set[str]) -> None:
         """An iterable, or a collate function, that remembers what it has read may give other batches in each pass."""
-        indexed = not isinstance(getattr(self._adapter.source, "dataset", None), IterableDataset)
+        source = self._adapter.source
+        dataset = getattr(source, "dataset", None)
+        if hasattr(source, "state_dict") or hasattr(dataset, "state_dict"):
+            return  # what it remembers is in its state
+        indexed = not isinstance(dataset, IterableDataset)
         kept = sorted(path for path in moved - self._told if not (indexed and path.startswith("dataset")))
         if kept:
             self._told.update(kept)

@@ -98,14 +98,14 @@ def test_other_data_is_refused(name: str) -> None:
         taken(other)
 
 
-# exact order, exact augmentations, constant-time resume, elastic world, elastic workers, rank-independent
+# exact order, exact augmentations, constant-time resume, elastic world, elastic workers, rank-independent, skips
 TOLD = {
-    "torchdata StatefulDataLoader": "yes yes no no no no",
-    "Hugging Face IterableDataset": "yes no yes no no no",
-    "Hugging Face IterableDataset with a shuffle buffer": "yes yes no no no yes",
-    "Grain DataLoader": "yes no yes no no no",
-    "Grain IterDataset": "yes no yes no no no",
-    "LitData StreamingDataLoader": "yes no yes yes yes no",
+    "torchdata StatefulDataLoader": "yes yes no no no no no",
+    "Hugging Face IterableDataset": "yes no yes no no no no",
+    "Hugging Face IterableDataset with a shuffle buffer": "yes yes no no no yes no",
+    "Grain DataLoader": "yes no yes no no no no",
+    "Grain IterDataset": "yes no yes no no no no",
+    "LitData StreamingDataLoader": "yes no yes yes yes no no",
 }
 
 
