@@ -6,13 +6,12 @@ import importlib.util
 import re
 import xml.etree.ElementTree
 from collections import Counter
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from support.places import ROOT
-
-DOCS = ROOT / "docs"
+DOCS = Path(__file__).parent.parent / "docs"
 
 
 def program(name: str) -> ModuleType:

@@ -39,8 +39,6 @@ _NONSENSE: dict[str, tuple[Any, ...]] = {
     "adapter": (None, 0, True),
     "fingerprint": (None, 0, True),
     "witness": (None, 0, True, "!!!"),
-    "changed": (None, 0, True, "!!!"),
-    "omit": (None, 0, True, "!!!"),
 }
 
 

@@ -1,1 +1,0 @@
-"""What the tests share: datasets and other sources, processes, ranks, servers, and programs that are read."""
