@@ -42,7 +42,7 @@ lowest: setup ## some tests on the lowest torch and numpy that pyproject.toml al
 	$(LOWEST)/bin/python -m pip install --quiet $$($(BIN)/python -c '$(REQUIRED)' | sed 's/>=/==/g') \
 	hypothesis pillow psutil pytest pytest-timeout scipy torchdata
 	PYTHONPATH="$$($(BIN)/python -c '$(LINKS)')" $(LOWEST)/bin/python -m pytest \
-	tests/test_state.py tests/test_order.py tests/test_snapshot.py tests/test_dataloader.py tests/test_iteration.py $(ARGS)
+	tests/unit/state/test_state.py tests/unit/order/test_order.py tests/unit/checkpoint/test_snapshot.py tests/backends/test_dataloader.py tests/unit/loader/test_iteration.py $(ARGS)
 
 # Each list in scripts/$(1) into a folder of its own: without what its packages ask for, which is another torch for some.
 define apart
@@ -53,7 +53,7 @@ endef
 
 trainers: setup ## real runs of the trainers that have an environment of their own: Composer, Ray Train, torchtitan and others
 	$(call apart,trainers)
-	$(BIN)/python -m pytest tests/test_trainers.py $(ARGS)
+	$(BIN)/python -m pytest tests/trainers/test_trainers.py $(ARGS)
 
 wild: setup ## loaders of third-party packages, cut and continued: docs/sources.md
 	$(call apart,wild)

@@ -15,6 +15,7 @@ from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import Sequential
 from midepoch.reading.around import loaders_in
+from midepoch.reading.collating import as_it_is
 from midepoch.reading.indexed import MapReader, Samples, map_requests, unchanged
 from midepoch.reading.iterables import IterableAdapter
 from midepoch.reading.private import is_iterator
@@ -46,7 +47,7 @@ class SequenceAdapter(Adapter):
             )
         # A list's items exist already, so reading them draws nothing.
         streams = options.streams and not isinstance(source, list | tuple)
-        self._reader = MapReader(source, _as_it_is, True, False, streams)
+        self._reader = MapReader(source, as_it_is, True, False, streams)
 
     @classmethod
     def recognises(cls, source: object) -> bool:
@@ -79,6 +80,7 @@ class SequenceAdapter(Adapter):
             elastic_world=promises.POSITIONS,
             elastic_workers=promises.NO_WORKERS,
             rank_independent=promises.ONE_STATE,
+            skips=promises.SKIPS,
         )
 
     def open(self, run: Run) -> Session:
@@ -130,6 +132,9 @@ def _how_to_declare(source: Any) -> str:
     return f'midepoch.wrap(loader, inside="{next(iter(paths))}")' if len(paths) == 1 else ""
 
 
+_OF_FABRIC = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")  # by name: the source may be of anything
+
+
 def _refuse_what_cannot_restart(source: Any) -> None:
     kind = type(source).__name__
     if isinstance(source, str | bytes | bytearray | memoryview | dict):
@@ -142,6 +147,11 @@ def _refuse_what_cannot_restart(source: Any) -> None:
         raise UnsupportedSourceError(
             f"a {kind} is an iterator, which cannot be restarted: its past items are gone; wrap the function that "
             "makes it, as in midepoch.wrap(make_batches) or midepoch.wrap(lambda: make_batches(path))"
+        )
+    if type(source).__module__ in _OF_FABRIC:
+        raise UnsupportedSourceError(
+            "this DataLoader has been through fabric.setup_dataloaders, which has divided it already: leave that out, "
+            "and wrap the DataLoader before, as in midepoch.wrap(DataLoader(...), then=fabric.to_device)"
         )
     held, name = directly_held(source), getattr(source, "__qualname__", None) or kind
     loaders = [each for each in (source, *held.values()) if issubclass(type(each), DataLoader)]
@@ -160,7 +170,3 @@ def _refuse_what_cannot_restart(source: Any) -> None:
             f"the first. {cure} the DataLoader itself, and pass what is done with its batches as then=, or leave "
             "persistent_workers out"
         )
-
-
-def _as_it_is(value: Any) -> Any:
-    return value

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import cpu_torchvision  # noqa: F401
 import laws_of_others as here  # under the name that a spawned process finds it by
-import own_state_sources as own
-import streaming_sources
 
 from midepoch.testing import check_resumable
+from support import own_state_sources as own
+from support import streaming_sources
 
 
 class Forwarding:

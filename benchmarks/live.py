@@ -35,12 +35,13 @@ import torch
 import torch.distributed
 from torch.utils.data import DataLoader, TensorDataset
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # for forking: starts that take no time of a core
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "trainers")]  # for forking: starts that take no time of a core
 
-import forking
 import torchft_kills
 
 import midepoch
+from support import forking
 
 WAYS = ("restarts", "live", "torchft's sampler")
 BETWEEN = 54 * 24 * 3600 / 419  # seconds between failures

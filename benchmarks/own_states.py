@@ -29,13 +29,13 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 APART = [ROOT / ".venv" / "wild" / name for name in ("energon", "jax")]
 
 import numpy as np
-import own_state_sources as own
 import torch
 from measuring import between, machine
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
+from support import own_state_sources as own
 
 PACKAGES = ("torch", "torchdata", "datasets", "grain", "litdata", "megatron-energon", "nvidia-dali-cuda120", "jax")
 MANY = 1 << 20

@@ -200,13 +200,13 @@ def measure_index(urls: list[str], sample_bytes: int) -> None:
             build_index(urls, Keys(), {"opening": reraise, "reading": reraise}, Path(cache), False)
             return time.perf_counter() - begun
 
-    def scan() -> float:
+    def headers() -> float:
         begun = time.perf_counter()
         for url in urls:
             index_tar(url)
         return time.perf_counter() - begun
 
-    times = alternated({"built": build, "scanned": scan}, rounds=7)
+    times = alternated({"built": build, "headers": headers}, rounds=7)
     medians = {each: statistics.median(values) for each, values in times.items()}
     with tempfile.TemporaryDirectory() as cache:
         index = build_index(urls, Keys(), {"opening": reraise, "reading": reraise}, Path(cache), False)
@@ -215,7 +215,7 @@ def measure_index(urls: list[str], sample_bytes: int) -> None:
     print(
         f"index of {size / 1e9:.2f} GB, {index.size} samples of {sample_bytes} bytes: {medians['built']:.2f} s "
         f"({medians['built'] / size * 1e9:.2f} s/GB, at best {min(times['built']) / size * 1e9:.2f}; headers alone, in "
-        f"one thread: {medians['scanned'] / size * 1e9:.2f}, at best {min(times['scanned']) / size * 1e9:.2f}), "
+        f"one thread: {medians['headers'] / size * 1e9:.2f}, at best {min(times['headers']) / size * 1e9:.2f}), "
         f"{held:.0f} bytes a sample"
     )
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sources import Noisy
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, get_worker_info
 from wild_row import BATCH, SEED, SIZE, Row
 
 import midepoch
+from support.sources import Noisy
 
 # --- webdataset -------------------------------------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ def archive(path: Path, files: dict[str, bytes]) -> Path:
 @functools.cache
 def shards(compressed: bool = False, size: int = SIZE, count: int = 4) -> list[str]:
     """Some shards of so many samples together, numbered through."""
-    import webdataset_sources
+    from support import webdataset_sources
 
     os.environ["MIDEPOCH_CACHE"] = str(Path.cwd() / "cache")
     counts = [size // count + (shard < size % count) for shard in range(count)]
@@ -188,7 +188,7 @@ def bare_nodes() -> Any:
 
 
 def stateful_rows(**keywords: Any) -> Any:
-    import own_state_sources
+    from support import own_state_sources
 
     return own_state_sources.rows_inside(**keywords)
 
@@ -230,7 +230,7 @@ def numbers(batch: Any) -> list[int]:
 
 
 def own_numbers(batch: Any) -> list[int]:
-    import own_state_sources
+    from support import own_state_sources
 
     return list(own_state_sources.identify(batch))
 
@@ -268,7 +268,7 @@ def spdl(draws: bool) -> Any:
 
 def energon(length: int = 0, workers: int = 0) -> Any:
     """A prepared folder of texts. `length`: batches of an epoch; 0: without an end, as it comes."""
-    import energon_sources
+    from support import energon_sources
 
     folder = energon_sources.prepared(Path.cwd() / "prepared", SIZE)
     return energon_sources.training(folder, num_workers=workers, batch_size=BATCH, length=length)
@@ -282,7 +282,7 @@ def texts(batch: Any) -> list[int]:
 
 
 def dali(function: str = "native", **keywords: Any) -> Any:
-    import dali_sources
+    from support import dali_sources
 
     root = str(Path.cwd())
     if not (Path.cwd() / "npy").exists():
@@ -291,23 +291,23 @@ def dali(function: str = "native", **keywords: Any) -> Any:
 
 
 def dali_then() -> Any:
-    import dali_sources
+    from support import dali_sources
 
     return dali(then=dali_sources.noisy)
 
 
 def dali_labels(batch: Any) -> list[int]:
-    import dali_sources
+    from support import dali_sources
 
     return list(dali_sources.identify(batch))
 
 
 def dali_factory() -> Any:
     """An external source that ends by StopIteration, in an iterator that resets itself."""
-    import dali_sources
     from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
     from midepoch.adapters.dali import factory
+    from support import dali_sources
 
     def made(checkpointing: dict[str, Any]) -> Any:
         pipeline = dali_sources.callback_pipeline("external", "", False, **checkpointing)
@@ -351,13 +351,13 @@ def dali_dynamic() -> Any:
 
 def ffcv() -> Any:
     os.environ.setdefault("MIDEPOCH_FFCV_FILES", str(Path.cwd()))
-    import ffcv_sources
+    from support import ffcv_sources
 
     return ffcv_sources.load(pipelines="light", kind="raw", seed=SEED)
 
 
 def ffcv_labels(batch: Any) -> list[int]:
-    import ffcv_sources
+    from support import ffcv_sources
 
     return list(ffcv_sources.identify(batch))
 
@@ -436,15 +436,16 @@ BACKENDS: dict[str, Row] = {
     "DALI ndd reader, in an object": Row(dali_dynamic, ("nvidia-dali-cuda120",), drawn=True),
     "FFCV Loader": Row(ffcv, ("ffcv",), identify=ffcv_labels),
     "Grain's assert_equal_output_after_checkpoint": tested(
-        "tests/test_own_states.py::test_grains_own_test_of_checkpoints_passes", "grain"
+        "tests/backends/test_own_states.py::test_grains_own_test_of_checkpoints_passes", "grain"
     ),
-    "ignite Engine": tested("tests/test_trainers.py::test_ignite", "pytorch-ignite"),
+    "ignite Engine": tested("tests/trainers/test_trainers.py::test_ignite", "pytorch-ignite"),
     "torchdata, states of an older version of it": tested(
-        "tests/test_own_states.py::test_states_of_an_older_torchdata_are_refused_by_its_own_error_or_told", "torchdata"
+        "tests/backends/test_own_states.py::test_states_of_an_older_torchdata_are_refused_by_its_own_error_or_told",
+        "torchdata",
     ),
-    "megatron-energon, its laws": tested("tests/test_energon.py", "energon"),
+    "megatron-energon, its laws": tested("tests/backends/test_energon.py", "energon"),
     "DALI jax data_iterator, its laws": tested(
-        "tests/test_dali_fronts.py::test_the_laws_hold_for_jax_s_iterator", "jax"
+        "tests/backends/test_dali_fronts.py::test_the_laws_hold_for_jax_s_iterator", "jax"
     ),
-    "Lightning with ExactResume": tested("tests/test_lightning.py::test_every_batch", "lightning"),
+    "Lightning with ExactResume": tested("tests/trainers/test_lightning.py::test_every_batch", "lightning"),
 }

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
-from resuming import text_of
-from sources import Noisy
 from torch.utils.data import DataLoader
+
+from support.resuming import text_of
+from support.sources import Noisy
 
 SIZE, BATCH, SEED, CUT = 26, 4, 3, 2
 

@@ -20,8 +20,6 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tes
 
 import numpy as np
 import torch
-import wild_sources as wild
-from sources import Noisy
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -40,6 +38,8 @@ import midepoch
 from midepoch.order import Endless, Sequential, Shuffled
 from midepoch.testing import check_resumable
 from midepoch.testing.naming import Naming
+from support import wild_sources as wild
+from support.sources import Noisy
 
 # --- packages ---------------------------------------------------------------------------------------------------------
 
@@ -56,6 +56,18 @@ def pyg() -> Any:
             return Data(x=torch.tensor([[float(index), random.random(), float(torch.rand(()))]]))
 
     return PyG(Graphs(), batch_size=BATCH, shuffle=True)
+
+
+def neighbours(**keywords: Any) -> Any:
+    """A loader of subgraphs, with a sampler of its own: torch_geometric's are compiled, in other packages."""
+    import wild_graphs
+
+    return wild_graphs.loader(SIZE, BATCH, **keywords)
+
+
+def roots(batch: Any) -> list[int]:
+    """The nodes whose neighbours a subgraph has."""
+    return [int(node) for node in batch.input_id]
 
 
 class Pictures(Dataset[Any]):
@@ -220,19 +232,19 @@ def nodes() -> Any:
 
 
 def own(name: str) -> Any:
-    import own_state_sources
+    from support import own_state_sources
 
     return own_state_sources.WRAPPED[name]()
 
 
 def streaming() -> Any:
-    import streaming_sources
+    from support import streaming_sources
 
     return streaming_sources.make_loader(0, SEED, SIZE)
 
 
 def identify_own(batch: Any) -> list[int]:
-    import own_state_sources
+    from support import own_state_sources
 
     return list(own_state_sources.identify(batch))
 
@@ -361,6 +373,11 @@ def declared(kind: type[Sequential | Shuffled]) -> Any:
     return noisy(sampler=midepoch.ResumableSampler(SIZE, shuffle=Endless(kind(SIZE)), seed=SEED))
 
 
+def pretraining(kind: Any, **keywords: Any) -> Any:
+    """A DataLoader over one of the samplers that language-model trainers bring."""
+    return DataLoader(Noisy(SIZE), batch_sampler=kind(SIZE, 0, BATCH, **keywords))
+
+
 DETECTRON2 = ("detectron2",)
 
 ROWS: dict[str, Row] = {
@@ -386,6 +403,14 @@ ROWS: dict[str, Row] = {
         lambda: DataLoader(Noisy(SIZE), batch_sampler=Batches(DistributedSampler(Noisy(SIZE), 1, 0)))
     ),
     "torch_geometric DataLoader": Row(pyg, ("torch_geometric",), identify=lambda batch: first_column(batch.x)),
+    "torch_geometric NodeLoader": Row(neighbours, ("torch_geometric",), {"inside": ""}, identify=roots),
+    "torch_geometric NodeLoader, kept workers": Row(
+        lambda: neighbours(**KEPT), ("torch_geometric",), {"inside": ""}, identify=roots
+    ),
+    "torch_geometric NodeLoader, not declared": Row(neighbours, ("torch_geometric",), identify=roots),
+    "torch_geometric NodeLoader, kept workers, not declared": Row(
+        lambda: neighbours(**KEPT), ("torch_geometric",), identify=roots
+    ),
     "timm loader with mixup and cutmix": Row(lambda: timm(False, False, True), ("timm",), identify=None),
     "timm MultiEpochsDataLoader": Row(
         lambda: timm(False, True, False), ("timm",), {"inside": ""}, identify=second
@@ -464,6 +489,16 @@ ROWS: dict[str, Row] = {
         lambda: AspectRatioGroupedDataset(DataLoader(Noisy(SIZE), batch_size=None, shuffle=True), BATCH), DETECTRON2,
         identify=None,
     ),  # which samples do not fill a last batch depends on the order
+    "a pretraining sampler as Megatron-LM's, one process": Row(lambda: pretraining(wild.Pretraining)),
+    "a pretraining sampler that counts what it consumes, as Megatron-LM's, one process": Row(
+        lambda: pretraining(wild.PretrainingAtRandom)
+    ),
+    "a pretraining sampler that pads with index -1, as NeMo's, one process": Row(
+        lambda: pretraining(wild.Pretraining, pad=True)
+    ),
+    "a pretraining sampler as Megatron-LM's, one of two ranks": Row(
+        lambda: pretraining(wild.Pretraining, data_parallel_size=2)
+    ),
     "apex data_prefetcher": Row(lambda: DataPrefetcher(loader()), ("apex",), {"inside": "loader"}),
     "apex data_prefetcher, kept workers": Row(lambda: DataPrefetcher(loader(**KEPT)), ("apex",), {"inside": "loader"}),
     "prefetch_generator's DataLoaderX": Row(lambda: loader(DataLoaderX), ("prefetch_generator",)),

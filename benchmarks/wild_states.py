@@ -29,13 +29,13 @@ def noisy_number(index: int) -> Any:
 
 
 def rows_in_torchdata(buffer: bool) -> Any:
-    import own_state_sources
+    from support import own_state_sources
 
     return own_state_sources.rows_inside(buffer)
 
 
 def identify_own(batch: Any) -> list[int]:
-    import own_state_sources
+    from support import own_state_sources
 
     return list(own_state_sources.identify(batch))
 

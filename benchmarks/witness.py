@@ -141,9 +141,9 @@ def stored(rounds: int) -> None:
     """Print the table of sources whose samples are looked at as they are stored."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvision
-    from object_server import nginx
 
     from midepoch.adapters.webdataset import archive
+    from support.object_server import nginx
 
     print(
         f"torch {torch.__version__}, Python {platform.python_version()}, webdataset {version('webdataset')}, streaming "

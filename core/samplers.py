@@ -99,6 +99,7 @@ class MaterializedOrder:
         self._next = 0  # the epoch after the last one that the sampler itself has given
         self._remembers = False  # it keeps something from pass to pass
         self._pure = self._trusted = _is_pure(sampler)  # torch's own end and repeat themselves; others are tested once
+        self._consumed = _consumed_before(sampler)
 
     def length(self, seed: int, epoch: int) -> int:
         """Indices in one epoch."""
@@ -118,8 +119,12 @@ class MaterializedOrder:
         return self.length(seed, epoch) if length is None else length
 
     def describe(self) -> str:
-        """For the fingerprint. The content of the list is compared by its CRC."""
-        return "listed"
+        """For the fingerprint. The content of the list is compared by its CRC.
+
+        A sampler that a trainer has built to continue by itself has another one, so that a state of a run from the
+        beginning does not skip a second time.
+        """
+        return f"listed, built with consumed_samples={self._consumed}" if self._consumed else "listed"
 
     @property
     def finding(self) -> Finding:
@@ -299,8 +304,18 @@ class MaterializedOrder:
                     break
                 indices += sum(map(len, items[given:])) if isinstance(items[0], list | tuple) else len(items) - given
                 if indices > most and (len(items) > length or indices > _LONGEST) and not self._pure:
-                    raise SourceError(self._does_not_end(items, most if len(items) > length else _LONGEST))
+                    raise SourceError(self._does_not_end(items, most) if len(items) > length else self._too_long(items))
         return MaterializedEpoch(items, error)
+
+    def _too_long(self, items: list[Any]) -> str:
+        """What to write in place of one whose len() is beyond what can be listed."""
+        batches = isinstance(items[0], list | tuple)
+        first = list(itertools.chain.from_iterable(items[:_LOOKED_AT])) if batches else items[:_LOOKED_AT]
+        return (
+            f"{type(self._sampler).__name__} gave more than {_LONGEST:,} indices, too many to list: put "
+            f"{'batch_size=, drop_last= and sampler=' if batches else ''}midepoch.ResumableSampler(len(dataset), "
+            f"shuffle={first != list(range(len(first)))}) in its place, which computes them"
+        )
 
     def _does_not_end(self, items: list[Any], most: int) -> str:
         """What to write in its place."""
@@ -351,6 +366,12 @@ def _set_epoch(sampler: Any, epoch: int) -> None:
     for each in told:
         if callable(getattr(each, "set_epoch", None)):
             each.set_epoch(epoch)
+
+
+def _consumed_before(sampler: Any) -> int:
+    """After how many samples a sampler was built to continue, as those of language-model trainers count them."""
+    found = (getattr(each, "consumed_samples", 0) for each in (sampler, getattr(sampler, "sampler", None)))
+    return next((number for number in found if isinstance(number, int) and number), 0)
 
 
 def _shallow_copy(sampler: Any) -> Any:

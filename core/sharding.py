@@ -158,8 +158,17 @@ def _is_world_size(name: str) -> bool:
 
 
 def _named(path: str, held: Any, means: Callable[[str], bool]) -> tuple[str, int] | None:
-    """The first attribute with one of these names and an integer, with its path."""
-    for name, value in getattr(held, "__dict__", {}).items():
-        if means(name) and isinstance(value, int | np.integer) and not isinstance(value, bool):
-            return f"{path}.{name}", int(value)
+    """The first attribute with one of these names and an integer, with its path.
+
+    Of a product, such as `micro_batch_times_data_parallel_size`, the factor of that name.
+    """
+    integers = {
+        name: int(value)
+        for name, value in getattr(held, "__dict__", {}).items()
+        if isinstance(value, int | np.integer) and not isinstance(value, bool)
+    }
+    for name, value in integers.items():
+        other, times, factor = name.rpartition("_times_")
+        if means(factor) and not (times and integers.get(f"{other}_size", 0) < 1):
+            return f"{path}.{name}", value // integers[f"{other}_size"] if times else value
     return None

@@ -56,13 +56,14 @@ _TIMES = 1.5e9, 4e9  # seconds since 1970
 _mro, _dict, _name = (type.__dict__[each].__get__ for each in ("__mro__", "__dict__", "__name__"))
 
 
-def summarize(**roots: Any) -> dict[str, int]:
+def summarize(values: dict[str, Any] | None = None, /, **roots: Any) -> dict[str, int]:
     """The CRC of each number, text and truth value that the roots hold, and of their objects' types, by path.
 
     Args:
+        values: gets these numbers, texts and truth values themselves, by path.
         roots: by the names that begin their paths.
     """
-    walk = _Walk()
+    walk = _Walk({} if values is None else values)
     for name, root in roots.items():
         walk.add(name, root, 0)
     while walk.waiting and walk.entered < _MOST_OBJECTS and len(walk.found) < _MOST_PATHS:
@@ -99,12 +100,14 @@ class _Walk:
 
     Attributes:
         found: the summary so far.
+        values: the numbers, texts and truth values in it.
         waiting: (path, object, depth) still to be entered.
         entered: how many objects were.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, values: dict[str, Any]) -> None:
         self.found: dict[str, int] = {}
+        self.values = values
         self.waiting: deque[tuple[str, Any, int]] = deque()
         self.entered = 0
         self._seen: set[int] = set()
@@ -118,6 +121,7 @@ class _Walk:
             kind = type(value)
         if kind in _SCALARS:
             self.found[path if _is_steady(path, value) else path + HERE] = _crc(value)
+            self.values[path] = value
         elif issubclass(kind, enum.Enum):
             self.found[path] = _crc(value._name_)
         elif issubclass(kind, _GENERATORS):

@@ -102,9 +102,9 @@ def wrap(
             losses, `Loader.step_due` says when to step. States count whole global batches, also while one is being
             read. For sources that can be indexed. None: each batch is a step.
         inside: `source` passes on, one for one, the batches of the DataLoader in its attribute of this name, as objects
-            do that move batches to a device; "" for a DataLoader subclass with an ``__iter__`` of its own. The name may
-            have dots. midepoch takes your word for it, watches the number of batches, and jumps. Without it, such an
-            object is read again from its start.
+            do that move batches to a device; "" for a DataLoader subclass with iterators of its own. The name may have
+            dots. midepoch takes your word for it, watches the number of batches, and jumps. Without it, such an object
+            is read again from its start.
         settings: keywords that only some sources know, such as ``refill=True`` for webdataset: see `Settings`.
 
     Raises:

@@ -157,6 +157,8 @@ MEANINGS = {
     "fingerprint": "what the order depends on: another source is refused",
     "detail": "a source's own checkpoint; empty where the order is ours",
     "witness": "what the epoch's first sample looked like: proves the data",
+    "changed": "what the loop has changed in the dataset: to be restored",
+    "omit": "what epochs leave out",
     "checksum": "over all of it: damage is refused",
 }
 """What each key of a state is for. A test compares the keys."""

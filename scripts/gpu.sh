@@ -79,7 +79,7 @@ installed() {
 tests() {
   installed
   local files
-  mapfile -t files < <(grep -l 'pytest\.mark\.gpu' tests/test_*.py)
+  mapfile -t files < <(grep -rl 'pytest\.mark\.gpu' tests --include 'test_*.py')
   "$PYTHON" -m pytest -m gpu -q -rA -n 4 -p no:cacheprovider "${files[@]}"
 }
 

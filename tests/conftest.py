@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import datetime
 import gc
+import json
 import os
-import re
 import shutil
 import tempfile
 from collections import defaultdict
@@ -31,26 +31,25 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     tempfile.tempdir = None  # ask again
     atexit.register(shutil.rmtree, TEMPORARY, ignore_errors=True)
 
-CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
-TABLE = re.compile(r"(<!-- durations -->\n).*(<!-- end of durations -->)", re.DOTALL)
-ROW = re.compile(r"^\| (test_\w+\.py) \| (\d+) \|", re.MULTILINE)
+DURATIONS = Path(__file__).with_name("durations.json")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record-durations", action="store_true", help="write the table of CONTRIBUTING.md from this run")
+    parser.addoption("--record-durations", action="store_true", help="write durations.json from this run")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the long forms unless asked for; put the slowest files first, as last they would keep one process busy.
 
-    The table in CONTRIBUTING.md says which files are slow. One that is not in it comes first: nobody knows.
+    durations.json says which files are slow. One that is not in it comes first: nobody knows.
     """
     if not os.environ.get("MIDEPOCH_CHAOS"):
         for item in items:
             if item.get_closest_marker("long"):
                 item.add_marker(pytest.mark.skip(reason="a long form: make chaos runs it"))
-    seconds = {name: int(taken) for name, taken in ROW.findall(CONTRIBUTING.read_text())}
+    files = json.loads(DURATIONS.read_text())["files"]
+    seconds = {name: taken["seconds"] for name, taken in files.items()}
     items.sort(key=lambda item: (-seconds.get(item.path.name, 10_000), item.path.name))
 
 
@@ -71,14 +70,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
                 name = Path(report.fspath).name
                 seconds[name] += report.duration
                 tests[name] += report.when == "call"
-    lines = [
-        f"{datetime.datetime.now(datetime.UTC).date()}, {os.cpu_count()} cores; seconds of one of the processes, "
-        f"{round(sum(seconds.values()))} in all.\n",
-        "| file | seconds | tests |",
-        "|---|---:|---:|",
-    ]
-    for name, taken in sorted(seconds.items(), key=lambda row: -row[1]):
-        lines.append(f"| {name} | {round(taken)} | {tests[name]} |")
-    text, replaced = TABLE.subn(lambda found: found[1] + "\n".join(lines) + "\n" + found[2], CONTRIBUTING.read_text())
-    assert replaced == 1, f"{CONTRIBUTING} has no place for the durations"
-    CONTRIBUTING.write_text(text)
+    slowest = sorted(seconds.items(), key=lambda row: -row[1])
+    run = f"{datetime.datetime.now(datetime.UTC).date()}, {os.cpu_count()} cores"
+    files = {name: {"seconds": round(taken), "tests": tests[name]} for name, taken in slowest}
+    rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in files.items())
+    DURATIONS.write_text(f'{{\n  "run": {json.dumps(run)},\n  "files": {{\n{rows}\n  }}\n}}\n')

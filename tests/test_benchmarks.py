@@ -14,17 +14,19 @@ from typing import Any
 
 import pytest
 
+from support.places import ROOT
+
 pytest.importorskip("torchdata", reason="torchdata is not installed (pip install midepoch[torchdata])")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (pip install midepoch[demo])")
 pytest.importorskip("PIL", reason="pillow, which writes the images, is not installed (pip install midepoch[demo])")
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import compare
-import forking
 import measuring
 import peers
 from measuring import Interval
+
+from support import forking
 
 BATCHES = compare.QUICK.batches
 EVERYTHING = {each for question in compare.MEASURED for each in compare.distributions(question, list(peers.PEERS))}

@@ -23,13 +23,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import midepoch
 from midepoch.testing import digest
 from midepoch.testing.report import MEANINGS
+from support import forking
+from support.kill_examples import assert_went_on, kill_with_children
+from support.places import ROOT
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import forking
-from kill_examples import assert_went_on, kill_with_children
-
-ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN_ELSEWHERE = ("tutorial.md", "start.md", "README.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -260,7 +257,7 @@ def test_shell_blocks_name_what_exists(page: Path) -> None:
                 run(["make", "-n", match[1]], ROOT)
             elif match := re.fullmatch(r"pip install (?:\.|'\.\[(\w+)\]')", line):
                 assert match[1] is None or match[1] in extras, line
-            elif match := re.match(r"(?:\.venv/bin/python|python|bash) ((?:benchmarks|scripts)/\w+\.\w+)", line):
+            elif match := re.match(r"(?:(?:\.venv/bin/)?python|bash) ((?:benchmarks|scripts|examples)/\w+\.\w+)", line):
                 assert (ROOT / match[1]).exists(), line
             elif page.name == "tutorial.md" and line in ("python train.py", "python train.py & PID=$!", "kill -9 $PID"):
                 pass  # which test_the_tutorial does
@@ -451,7 +448,7 @@ def test_an_adapter_of_another_package(tmp_path: Path) -> None:
 
 def test_every_example_is_run() -> None:
     tested = set(re.findall(r'"(\w+\.py)"', Path(__file__).read_text(encoding="utf-8")))
-    others = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
+    others = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     for example in (ROOT / "examples").glob("*.py"):
         assert example.name in tested or f'"{example.name}"' in others, f"no test runs {example.name}"
         assert len(example.read_text(encoding="utf-8").splitlines()) <= 60, f"{example.name} has more than 60 lines"

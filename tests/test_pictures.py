@@ -6,12 +6,13 @@ import importlib.util
 import re
 import xml.etree.ElementTree
 from collections import Counter
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-DOCS = Path(__file__).parent.parent / "docs"
+from support.places import ROOT
+
+DOCS = ROOT / "docs"
 
 
 def program(name: str) -> ModuleType:

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from support.places import ROOT
 
 # From the ground up: a room imports rooms that stand before it, and none of its own line.
 FLOORS = (

@@ -17,12 +17,13 @@ from midepoch import ResumableSampler, reseal
 from midepoch.order import EpochOrder, Shuffled
 from midepoch.reading import indexed
 from midepoch.world import Share
+from support.places import ROOT
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import scale
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "scale.md"
+PAGE = ROOT / "docs" / "benchmarks" / "scale.md"
 SIZE = 10**12
 RANKS = 16
 GLOBAL_BATCH = RANKS * scale.BATCH_SIZE

@@ -239,6 +239,7 @@ class MapDataLoaderAdapter(Adapter):
             rank_independent=Capability(False, "with shard=False each rank has its own list, whose CRC is in its state")
             if self._own and listed
             else promises.ONE_STATE,
+            skips=Capability(False, "with shard=False each rank has its own data") if self._own else promises.SKIPS,
         )
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
@@ -281,7 +282,8 @@ class MapDataLoaderAdapter(Adapter):
     def open(self, run: Run) -> Session:
         """Open a session at the run's position."""
         if run.share is None:
-            run = replace(run, share=self._share_of(MAXIMUM_SIZE, run.position, run.world))
+            start = run.position if run.holes is None else run.holes.place_of(run.position)
+            run = replace(run, share=self._share_of(MAXIMUM_SIZE, start, run.world))
         order, listed = self._order, None
         if isinstance(order, MaterializedOrder):
             listed = order.epoch(self._listed_under(run.seed), run.epoch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ from midepoch.sharding import sharding_of
 from midepoch.state.codec import decode, encode
 from midepoch.state.format import PIECES
 from midepoch.state.witness import summary_of
-from midepoch.trying import Copied, copy_of, tried_on_copy
+from midepoch.trying import Copied, Finding, copy_of, tried_on_copy
 from midepoch.world import World
 
 __all__ = [
@@ -217,16 +218,20 @@ class StatefulAdapter(Adapter):
         """Lead a copy to the state after the first batch, and compare what follows with `batch`, which came next."""
         copied, self._copied = self._copied, None
         assert copied is not None
-        run = dataclasses.replace(run, position=run.world.world_size, detail=detail)
+        run, of_load = dataclasses.replace(run, position=run.world.world_size, detail=detail), list[Finding]()
 
         def follow(seeded: Any) -> Any:
             # Another copy than the one that is seeded: a new process finds the source's generators as they were made.
-            session = type(self)(copied.open(), dataclasses.replace(self.options, verify="off")).open(run)
+            twin = type(self)(copied.open(), dataclasses.replace(self.options, verify="off"))
+            session = twin.open(run)
             try:
-                return session.take()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # what it would say is noted below
+                    return session.take()
             except StopIteration:
                 return "the end"
             finally:
+                of_load[:] = twin._findings
                 session.close()
 
         key = derive_key(Purpose.TRIAL, run.seed, run.epoch, run.position)
@@ -234,6 +239,8 @@ class StatefulAdapter(Adapter):
         if found.untried:
             self._cannot_try(found.untried)
             return
+        for each in of_load:
+            self.note(each)
         self._untried = "" if not found.order else self._untried
         what = "order" if found.order else "random numbers"
         differs = (
@@ -262,7 +269,7 @@ class StatefulAdapter(Adapter):
         if state is not None:
             if first:
                 self._first_state = self._state_of_a_copy()
-            self.source.load_state_dict(state)
+            self.load(self.source, state, self.opening)
         with workers_outlive_signals(self.source):
             iterator: Iterator[Any] = iter(self.source)
         private.forget_end(iterator)
@@ -271,6 +278,17 @@ class StatefulAdapter(Adapter):
         if first and state is None:
             self._first_state = state_of(self.source)
         return iterator
+
+    def load(self, keeper: Any, state: Any, streams: Streams | None) -> None:
+        """Load what `keeper` has saved, and note if that draws. `streams` have begun, and are at the place's stream."""
+
+        def call() -> None:
+            keeper.load_state_dict(state)
+
+        if streams is None:
+            call()
+        elif streams.drawn_by(call):
+            self.note(Finding(f"load_state_dict of this {type(keeper).__name__} draws random numbers", cure=_OF_LOADS))
 
     def _state_of_a_copy(self) -> str:
         """Of a source that was not read: a torchdata.nodes.Loader that is asked itself ignores what it loads later."""
@@ -295,6 +313,12 @@ class StatefulAdapter(Adapter):
     def current(self, iterator: Iterator[Any]) -> Any:
         """The source's current state."""
         return self.source.state_dict()
+
+
+_OF_LOADS = (
+    "what it reads again has other numbers than when it was saved; put the samples themselves into the state, or make "
+    "their numbers a function of their index"
+)
 
 
 def _is_told(part: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Iterator
@@ -88,14 +89,13 @@ class StreamAdapter(StatefulAdapter):
         elif state is None and run.epoch == 0:
             state = [self.very_beginning(), False]
         self._used, self._ended = True, False
-        if state is not None:
-            dataset.load_state_dict(state[0])
-            if state[1] and run.position:
-                self._ended = True
-                return iter(())
-        if self._beginning is None:
-            return self._batches(iter(dataset))
-        with self._beginning.under(derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)):
+        key = derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)
+        with contextlib.nullcontext() if self._beginning is None else self._beginning.under(key):
+            if state is not None:
+                self.load(dataset, state[0], self._beginning)
+                if state[1] and run.position:
+                    self._ended = True
+                    return iter(())
             return self._batches(iter(dataset))
 
     def _batches(self, samples: Iterator[Any]) -> Iterator[Any]:

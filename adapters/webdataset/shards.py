@@ -268,10 +268,10 @@ class RangeReader:
             ) from answer
         return answers
 
-    def close(self) -> None:
-        """Close the files of this process."""
+    def close(self, close: Callable[[int], None] = os.close) -> None:
+        """Close the files of this process. At the interpreter's end `os` has gone before, so its function is kept."""
         while self._files:
-            os.close(self._files.popitem()[1])
+            close(self._files.popitem()[1])
 
     __del__ = close  # a forked process has descriptors of its own
 

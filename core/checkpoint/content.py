@@ -81,6 +81,11 @@ def joined(
                 f"the ranks do not stand at the same place of {name} (epoch, position): rank 0 at {places[0]}, "
                 f"rank {other} at {places[other]}; call step() or save() on every rank after the same batch"
             )
+        if alone := [rank for rank, each in enumerate(of_all) if each.get("omit") != of_all[0].get("omit")]:
+            raise SnapshotError(
+                f"rank {alone[0]} skips other positions of {name} than rank 0 ({of_all[alone[0]]['omit']!r:.80}, not "
+                f"{of_all[0]['omit']!r:.80}): call skip() on every rank after the same batch"
+            )
         warn_of_witnesses(name, loader, of_all, told)
     for name, state in states.items():
         if path := sharded(state, name):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from ..errors import MidepochError, StateCorruptError, StateError, UnsupportedSourceError
@@ -59,6 +60,8 @@ class CombinedAdapter(Adapter):
                     f"part {part.name} keeps its own state, and a combination asks for those before its last batches. "
                     "Wrap it with remember=1, or with as many as in_flight may be: midepoch.wrap(source, remember=1)"
                 )
+            if part.loader.skipped:
+                raise UnsupportedSourceError(f"part {part.name} skips, and a combination cannot: wrap it anew")
             part.context.is_part = True
         self.facts = Facts("step")
         self.mode: Mode = options.settings["mode"]
@@ -174,7 +177,9 @@ class CombinedAdapter(Adapter):
             name, answer = next((each for each in answers if each[1].believed), answers[0])
             return Capability(True, f"as every part, for instance {name}: {answer.reason}", answer.believed)
 
-        return Capabilities(*map(every, Capabilities.__dataclass_fields__))
+        asked = [each for each in Capabilities.__dataclass_fields__ if each != "skips"]
+        skips = Capability(False, "a combination counts the batches of its parts")
+        return replace(Capabilities(*map(every, asked)), skips=skips)
 
     # --- states ---
 

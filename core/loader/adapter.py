@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, final
 
 from ..errors import StateCorruptError, StateMismatchError, warn
+from ..order.holes import Holes
 from ..randomness.owned import find_generators
 from ..state.format import State
 from ..state.parts import part_of
@@ -30,6 +31,8 @@ __all__ = [
     "MOST_IN_FLIGHT", "Adapter", "Around", "Facts", "Options", "Reach", "Run", "Samples", "Session", "Why",
     "WitnessReport",
 ]  # fmt: skip
+
+_NOT_WHOLE = Capability(False, "then= and inside= work on whole batches, each of which is keyed by its position")
 
 @dataclass(frozen=True)
 class Facts:
@@ -115,6 +118,7 @@ class Run:
             is called twice.
         expects: the witness of a loaded state, to be compared.
         reports: whoever looks adds what it saw, before the first batch is handed out.
+        holes: what is left out of the epoch. The share is then one of places (`midepoch.order.holes`).
         session: a random number, different for each session in any process. Readers tell sessions apart by it.
     """
 
@@ -128,6 +132,7 @@ class Run:
     looks: int = 0
     expects: Witness | None = None
     reports: list[WitnessReport] = field(default_factory=list, compare=False)
+    holes: Holes | None = None
     session: int = field(default_factory=functools.partial(random.SystemRandom().getrandbits, 62))
 
 
@@ -397,8 +402,9 @@ class Adapter(ABC):
         if self._promises is None:
             promises, then, around = stated, self.options.then, self.around
             if around is not None:
-                promises = around.promises(promises)
+                promises = replace(around.promises(promises), skips=_NOT_WHOLE)
             if then is not None:
+                promises = replace(promises, skips=_NOT_WHOLE)
                 exact = with_then(promises.exact_augmentations, self.options.streams)
                 promises = replace(promises, exact_augmentations=exact)
             if promises.exact_augmentations and self.options.streams:

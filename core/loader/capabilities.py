@@ -48,6 +48,7 @@ class Capabilities:
         elastic_world: a run may continue on another number of processes.
         elastic_workers: a run may continue with another number of worker processes.
         rank_independent: the state is the same on every rank, so one rank's state is enough.
+        skips: positions can be left out of an epoch: `Loader.skip`.
     """
 
     exact_order: Capability
@@ -56,6 +57,7 @@ class Capabilities:
     elastic_world: Capability
     elastic_workers: Capability
     rank_independent: Capability
+    skips: Capability = Capability(False, "only what is read by index, in an order of midepoch or a list, can skip")
 
     def __str__(self) -> str:
         return "\n".join(f"{field.name}: {getattr(self, field.name)}" for field in fields(self))

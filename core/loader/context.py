@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import MidepochError, UnsupportedSourceError
+from ..order.holes import Holes
 from ..randomness.streams import process_seed
-from ..world import World, warn_of_mesh
+from ..world import Share, World, warn_of_mesh
 from .adapter import Adapter, Options, Run, Session
 from .whole_batches import Then
 
@@ -21,6 +22,7 @@ class RunContext:
         adapter, options: of the source.
         resharded: the last world given to `Loader.reshard`.
         last: the world of the last pass; None if any other may follow.
+        skips: the positions to leave out, by epoch.
         is_part: the loader is part of a combination, where a batch that fails is given again unless the user states
             otherwise, and the place stays at the end of an epoch of unknown length until the next one begins.
     """
@@ -33,6 +35,7 @@ class RunContext:
         self._seed_is_private = options.seed is None and not adapter.facts.seed_is_shared
         self.resharded: World | None = None
         self.last: World | None = None
+        self.skips: dict[int, Holes] = {}
         self.is_part = False
         self._mesh_checked = False
         self._then = Then.of(options)
@@ -47,7 +50,7 @@ class RunContext:
         """Take over the seed and the world of another loader of the same source."""
         self._process_seed, self.resharded = other._process_seed, other.resharded
         self._seed, self._seed_is_private = other._seed, other._seed_is_private
-        self.is_part = other.is_part
+        self.is_part, self.skips = other.is_part, dict(other.skips)
 
     def take_seed(self, seed: int) -> None:
         """Take over a loaded state's seed."""
@@ -94,6 +97,13 @@ class RunContext:
         for part, _ in adapter.parts():
             part.check_reshard(world)
         adapter.size(self.seed(world), epoch, world)  # some sources are made for one world
+
+    def around(self, share: Share | None, epoch: int) -> Share | None:
+        """A share of an epoch, less what is left out."""
+        holes = self.skips.get(epoch)
+        if share is None or holes is None:
+            return share
+        return replace(share, size=holes.place_of(share.size), start=holes.place_of(share.start))
 
     def session(self, run: Run) -> Session:
         """Open a session. The seed and the world are kept."""

@@ -366,6 +366,48 @@ class Loader:
             if is_fresh:
                 progress.origin = None
 
+    # --- what is left out ---
+
+    def skip(self, start: int, stop: int, epoch: int | None = None) -> None:
+        """Leave positions out of an epoch, now or ahead of time: the data after a loss spike, for example.
+
+        Batches that were handed out stay; what is left is divided anew, from the next batch on. Each sample keeps its
+        random numbers. Every rank calls this after the same batch.
+
+        Args:
+            start, stop: positions [start, stop) of all ranks together. For a state's, see ``state["position"]``.
+            epoch: None for the current one; or a later one.
+
+        Raises:
+            ValueError: the range is empty or reversed, beyond the epoch, or in an epoch that has ended.
+            UnsupportedSourceError: `capabilities.skips` says no.
+            StateError: no state could hold so many ranges.
+            MidepochError: within a global batch, or after a batch that could not be read. The loader is unchanged, as
+                after each of these errors.
+        """
+        for name, value in (("start", start), ("stop", stop), ("epoch", epoch)):
+            if type(value) is not int and not (name == "epoch" and value is None):
+                raise TypeError(f"{name} must be an int, got {value!r:.80}")
+        epoch = self.epoch if epoch is None else epoch
+        if self._context.is_part:
+            raise UnsupportedSourceError("skip: a part of a combination cannot skip; wrap its source by itself")
+        if not (can := self.capabilities.skips):
+            raise UnsupportedSourceError(f"skip: {can.reason}; let the dataset leave samples out instead")
+        world, progress = self._context.world(), self._progress
+        size = self._adapter.size(self._context.seed(world), epoch, world)
+        if not 0 <= start < stop or (size is not None and stop > size):
+            raise ValueError(f"skip({start}, {stop}): give a range of at least one position, within [0, {size}]")
+        if epoch < self.epoch or (epoch == self.epoch and progress.is_at_end):
+            raise ValueError(f"skip: epoch {epoch} has ended; the loader is at epoch {self.epoch}")
+        if epoch == self.epoch and (progress.within or progress.skipped):
+            raise MidepochError("skip() within a global batch, or after a batch that failed: take the next batch first")
+        progress.skip(start, stop, epoch)
+
+    @property
+    def skipped(self) -> dict[int, list[tuple[int, int]]]:
+        """The positions that this epoch and later ones leave out, as ranges [start, stop), by epoch."""
+        return {each: list(holes) for each, holes in sorted(self._context.skips.items()) if each >= self.epoch}
+
     # --- ranks that leave and join while training goes on ---
 
     def reshard(self, world: World) -> None:

@@ -23,7 +23,8 @@ import weakref
 from typing import Any, Self
 
 from ..errors import MidepochError, SourceError, StateError, warn
-from ..state.format import State
+from ..order.holes import Holes, parse_skips, text_of_skips
+from ..state.format import State, reseal
 from ..world import Share, World
 from .adapter import Reach, Run
 from .body import Body, Interval
@@ -169,7 +170,7 @@ class Progress:
     def position(self) -> int:
         """Units of this epoch that all ranks together have received."""
         reading = self.reading
-        return self.place.position if reading is None or not reading.steps else reading.position
+        return self.place.position if reading is None or not reading.steps else reading.original(reading.position)
 
     @property
     def is_at_end(self) -> bool:
@@ -253,7 +254,8 @@ class Progress:
         detail = self.place.detail if self.reading is None else self.reading.run.detail
         if isinstance(detail, Unknown) or detail is LATER or self.is_at_end:
             detail = ""  # that of the place is not known, or is the next epoch's
-        return self.context.adapter.share(self.context.seed(world), epoch, position, world, detail)
+        share = self.context.adapter.share(self.context.seed(world), epoch, position, world, detail)
+        return self.context.around(share, epoch)
 
     def steps_left(self) -> int | None:
         """Batches left in this epoch on this rank; None if unknown."""
@@ -283,7 +285,8 @@ class Progress:
         if why := context.adapter.unreachable(place):
             warn(f"{why}. Save after a batch: no other loader can load this state")
         last_read = place.epoch if place.position else place.epoch - 1
-        return self.states.build(place, context.seed(world), world, self.states.witness(last_read))
+        omit = text_of_skips(context.skips, place.epoch)
+        return self.states.build(place, context.seed(world), world, self.states.witness(last_read), omit)
 
     def check(self, state: State) -> tuple[State, Place]:
         """A copy of `state`, if this loader can continue from it, and its place. Raises StateError if it cannot."""
@@ -295,7 +298,30 @@ class Progress:
         self.move(place, checked)
         self.loaded = checked
         self.context.take_seed(checked["seed"])
-        self.states.expect(checked["witness"])
+        self.context.skips = parse_skips(checked["omit"])
+        self.states.expect(checked)
+
+    # --- what is left out ---
+
+    def skip(self, start: int, stop: int, epoch: int) -> None:
+        """As `Loader.skip`, with checked arguments."""
+        context, before = self.context, dict(self.context.skips)
+        context.skips = {**before, epoch: Holes([*before.get(epoch, ()), (start, stop)])}
+        try:
+            text = text_of_skips(context.skips, self.epoch)
+        except ValueError as error:
+            context.skips = before
+            raise StateError(f"{error}: skip fewer, longer ranges") from None
+        if epoch == self.epoch and self.reading is not None:
+            context.skips = before
+            self.suspend()  # what was handed out is where it was
+            context.skips = {**before, epoch: Holes([*before.get(epoch, ()), (start, stop)])}
+            if (latest := self.latest()) is not None:
+                latest.resharded = True
+        if self.loaded is not None:
+            self.loaded = reseal({**self.loaded, "omit": text})
+        if self.committed is not None:
+            self.committed = reseal({**self.committed, "omit": text})
 
     # --- going elsewhere ---
 
@@ -371,8 +397,11 @@ class Progress:
         context, adapter = self.context, self.context.adapter
         world = context.enter()
         seed, place, skipped = context.seed(world), self.here(), self.skipped if self.failed else 0
+        holes = context.skips.get(place.epoch)
         if skipped:
-            place = self.place_at(place.epoch, place.position + skipped * adapter.units_per_step(world))
+            after = place.position if holes is None else holes.place_of(place.position)
+            after += skipped * adapter.units_per_step(world)
+            place = self.place_at(place.epoch, after if holes is None else holes.position_of(after))
         share = None if place.at_end else self._prepared_share(place, seed, world)
         if place.at_end or (share is not None and share.global_steps == 0 and place.position > 0):
             # Less than one global batch is left.
@@ -389,14 +418,19 @@ class Progress:
                 self.origin = place._replace(detail=detail)  # as the source says it now, which reading changes
             self.place = place._replace(detail=detail)
         looks, expects = self.states.looks(place.epoch), self.states.expected
-        run = Run(place.epoch, place.position, seed, world, share, adapter.tail_in_use, detail, looks, expects)
+        holes = context.skips.get(place.epoch)
+        tail = adapter.tail_in_use
+        run = Run(place.epoch, place.position, seed, world, share, tail, detail, looks, expects, holes=holes)
         remembers = context.options.remember > 0 or adapter.facts.remembers
         self.reading = Reading(context.session(run), run, adapter.units_per_step(world), remembers)
+        if (changes := self.states.changes) is not None:
+            changes.opened(place.position > 0)
         return True
 
     def _prepared_share(self, place: Place, seed: int, world: World) -> Share | None:
         self.context.adapter.prepare(place, seed, "opened")
-        return self.context.adapter.share(seed, place.epoch, place.position, world, place.detail)
+        share = self.context.adapter.share(seed, place.epoch, place.position, world, place.detail)
+        return self.context.around(share, place.epoch) if self.context.skips else share
 
     def suspend(self, bookmark: Any = None) -> None:
         """Close the open session, and keep its place. `bookmark`: taken before a batch that failed."""
@@ -459,8 +493,11 @@ class Progress:
     def _take(self, reading: Reading) -> Any:
         """A batch of the session. With the first one, what its reader saw is compared with the expected witness."""
         batch = reading.session.take()
-        if not reading.steps and reading.run.reports:
-            self.states.see(reading.run.reports[0], reading.run.epoch)
+        if not reading.steps:
+            if reading.run.reports:
+                self.states.see(reading.run.reports[0], reading.run.epoch)
+            if (changes := self.states.changes) is not None:
+                changes.first_batch()
         return batch
 
     def finish(self) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from .adapter import Options
 from .capabilities import Capability
 
-__all__ = ["CONSTANT_TIME", "NO_WORKERS", "ONE_STATE", "OUR_ORDER", "POSITIONS", "augmentations", "replay_costs"]
+__all__ = ["CONSTANT_TIME", "NO_WORKERS", "ONE_STATE", "OUR_ORDER", "POSITIONS", "SKIPS", "augmentations",
+           "replay_costs"]  # fmt: skip
 
 OUR_ORDER = Capability(True, "the order is a function of seed and epoch")
 CONSTANT_TIME = Capability(True, "a resume jumps to the position")
 POSITIONS = Capability(True, "each rank's samples follow from the position by arithmetic")
 ONE_STATE = Capability(True, "the state is (epoch, position), the same on every rank")
+SKIPS = Capability(True, "the positions that are left are numbered without those that are left out")
 NO_WORKERS = Capability(True, "there are no worker processes")
 
 

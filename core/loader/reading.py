@@ -21,7 +21,7 @@ class Reading:
     Attributes:
         session, run: the session, and where and how it was opened.
         steps: batches handed out of the session. Until the first one, the place is the loader's.
-        position: of the place after these batches.
+        position: of the place after these batches; with holes, a place's number (`midepoch.order.holes`).
         last_step: the step that ends the epoch on all ranks; None if unknown.
         peeked: at most one entry: the batch that `peek` returned, and the session's bookmark from before it.
         bookmarks: the session is asked for a bookmark before each batch, and for its correction after it.
@@ -32,6 +32,8 @@ class Reading:
         share = run.share
         self.session, self.run = session, run
         self.steps, self.position, self.global_batch = 0, run.position, global_batch
+        if run.holes is not None:
+            self.position = run.holes.place_of(run.position)
         self.last_step = None if share is None else share.global_steps
         self.peeked: list[tuple[Any, Any]] = []
         self.bookmarks = (bookmarks and session.bookmark is not None) or isinstance(share, MicroShare)
@@ -52,7 +54,8 @@ class Reading:
         share, moved = self.run.share, self.steps * self.global_batch
         if isinstance(share, MicroShare):
             moved = share.moved(self.steps)
-        self.position = self.run.position + moved + self.session.position_correction
+        start = self.run.position if self.run.holes is None else self.run.holes.place_of(self.run.position)
+        self.position = start + moved + self.session.position_correction
         if self.session.varies:
             self.last_step = None
 
@@ -69,7 +72,11 @@ class Reading:
             StateError: the source cannot say.
         """
         bookmark = self.bookmark() if bookmark is None else bookmark
-        return Place(self.run.epoch, self.position, self.session.detail(bookmark))
+        return Place(self.run.epoch, self.original(self.position), self.session.detail(bookmark))
+
+    def original(self, position: int) -> int:
+        """The position of the epoch, holes included, where this session's is `position`."""
+        return position if self.run.holes is None else self.run.holes.position_of(position)
 
     def close(self) -> None:
         """Close the session."""
@@ -102,4 +109,4 @@ def place_before(history: History, batches: int) -> Place:
     reading, position, bookmark = history[-batches]
     if isinstance(bookmark, Place):
         return bookmark
-    return Place(reading.run.epoch, position, reading.session.detail(bookmark))
+    return Place(reading.run.epoch, reading.original(position), reading.session.detail(bookmark))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any, Literal, NoReturn
 
-from ..errors import StateMismatchError, warn
+from ..errors import StateCorruptError, StateMismatchError, warn
+from ..order.holes import parse_skips
 from ..state import format as states
 from ..state import parts
 from ..state.format import State
@@ -18,6 +19,7 @@ from ..trying import Finding
 from ..world import World
 from .adapter import WitnessReport
 from .context import RunContext
+from .loop_changes import LoopChanges, parse
 from .place import Place
 
 __all__ = ["States", "Verify", "tell_of_another"]
@@ -42,12 +44,14 @@ class States:
 
     Attributes:
         expected: the witness of the loaded state, until it has been compared.
+        changes: what the loop has changed in what the readers hold; None with ``verify="off"``.
     """
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._describe()
         self.expected: Witness | None = None
+        self.changes = LoopChanges(context.adapter) if context.options.verify != "off" else None
         # By epoch, of the last two from which was read. A text is made when a state asks for it.
         self._known: dict[int, str | tuple[Any, SampleSummary, frozenset[str]]] = {}
         self._left_out: frozenset[str] = frozenset()  # names of a sample's parts that differ from one read to the next
@@ -58,6 +62,8 @@ class States:
         """Take over the witnesses of another loader of the same source."""
         self.expected, self._known = other.expected, dict(other._known)
         self._left_out, self._tried, self._differed = other._left_out, other._tried, other._differed
+        if self.changes is not None and other.changes is not None:
+            self.changes.start_as(other.changes)
 
     def _describe(self) -> None:
         adapter, stated = self._context.adapter, self._context.options.fingerprint
@@ -67,8 +73,8 @@ class States:
 
     # --- building and checking ---
 
-    def build(self, place: Place, seed: int, world: World, witness: str = "") -> State:
-        """The state at a place."""
+    def build(self, place: Place, seed: int, world: World, witness: str = "", omit: str = "") -> State:
+        """The state at a place. `omit`: what this epoch and later ones leave out."""
         adapter, detail = self._context.adapter, place.detail
         if not detail and (place.at_end or not place.position):
             begins = place.after() if place.at_end else place
@@ -93,7 +99,9 @@ class States:
         if detail:
             detail = parts.seal_detail(detail, world.rank if own else 0, fields)
             detail = parts.single_part(world.rank, detail) if own else detail
-        return states.build(**fields, detail=detail, witness=witness)
+        changes = self.changes
+        changed = "" if changes is None else changes.text(place.position > 0 and not place.at_end)
+        return states.build(**fields, detail=detail, witness=witness, changed=changed, omit=omit)
 
     def check(self, state: State, world: World) -> tuple[State, Place]:
         """A copy of `state`, if this source can continue from it, and its place.
@@ -121,12 +129,33 @@ class States:
         if size is not None and place.position > size:
             _mismatch("the size", f"position {place.position}", size, "use the data that it was saved with")
         if None not in (size, checked["size"]) and checked["size"] != size:
-            cure = "use the data and the sampler that it was saved with, or start over with these"
+            cure = (
+                "use the data and the sampler that it was saved with, or start over with these; if the length follows "
+                "the epoch, set that before you load"
+            )
             _mismatch("the size", checked["size"], size, cure)
         begins = place.after() if place.at_end else place
         adapter.check_detail(place.detail, checked["seed"], begins.epoch, begins.position, world)
         Witness.parse(checked["witness"])
+        parse(checked["changed"])
+        self._check_omit(checked["omit"], checked["epoch"], size)
         return checked, place
+
+    def _check_omit(self, omit: str, epoch: int, size: int | None) -> None:
+        """Raise a StateError unless this source can leave out what a state leaves out."""
+        try:
+            skips = parse_skips(omit)
+        except ValueError as error:
+            raise StateCorruptError(f"omit is damaged ({error}): use an undamaged state") from None
+        can = self._context.adapter.promises.skips
+        if skips and (self._context.is_part or not can):
+            raise StateMismatchError(f"the state skips positions, and this source cannot ({can.reason}): load another")
+        for each, holes in skips.items():
+            if each < epoch or (size is not None and each == epoch and holes.stops[-1] > size):
+                raise StateCorruptError(
+                    f"omit names positions up to {holes.stops[-1]} of epoch {each}, and the state is in epoch {epoch} "
+                    f"of {size}: use an undamaged state"
+                )
 
     def _warn_of_package(self, fingerprint: str) -> None:
         """Warn where a source's package is of another version than the one that has made the state."""
@@ -156,10 +185,13 @@ class States:
             known = self._known[epoch] = str(Witness.of(epoch, *known))
         return known
 
-    def expect(self, witness: str) -> None:
-        """Expect a loaded state's witness."""
-        self.expected = Witness.parse(witness) if self._context.options.verify != "off" else None
-        self._known = {} if self.expected is None else {self.expected.epoch: witness}
+    def expect(self, state: State) -> None:
+        """Expect what a loaded state says of the data."""
+        self.expected, self._known = None, {}
+        if self.changes is not None:
+            self.expected = Witness.parse(state["witness"])
+            self._known = {} if self.expected is None else {self.expected.epoch: state["witness"]}
+            self.changes.expect(state["changed"])
 
     def looks(self, epoch: int) -> int:
         """How often the first sample of an epoch is to be looked at: `Run.looks`."""
@@ -180,7 +212,9 @@ class States:
             StateMismatchError: the data differ from those that the state was saved with.
         """
         if self.expected is not None:
-            _compare(self.expected, seen, epoch, self._context.options.verify)
+            meant = self.changes is not None and self.changes.since_saved  # so other data are to be expected
+            if self.expected.epoch == epoch or not meant:
+                _compare(self.expected, seen, epoch, self._context.options.verify)
             self.expected = None
         look, note = seen.look, self._context.adapter.note
         if look is None:

@@ -53,15 +53,15 @@ For fixed other words it is a bijection of each word, so two epochs of one seed 
 """
 
 
-def derive_keys(key: int, positions: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+def derive_keys(key: int | npt.NDArray[np.uint64], positions: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     """``[derive_key(*words, p) for p in positions]`` where ``key == derive_key(*words)``, as uint64 of the same shape.
 
-    Distinct positions give distinct keys.
+    An array of keys has one for each of the positions. Distinct positions give distinct keys.
     """
     keys = positions.astype(np.uint64)
     keys += np.uint64(1)
     keys *= np.uint64(_GAMMA)
-    keys += np.uint64(key)
+    keys += np.uint64(key) if isinstance(key, int) else key
     keys ^= keys >> np.uint64(30)
     keys *= np.uint64(_MULTIPLIER_1)
     keys ^= keys >> np.uint64(27)

@@ -42,7 +42,7 @@ class Sorted:
     """Positions sorted by their keys: as uniform as the keys are, for any size up to 65536."""
 
     def __init__(self, size: int, key: int) -> None:
-        self.table = sorted_by_key(key, 0, size)
+        self.table = sorted_by_key(key, size)
 
     def at(self, positions: Indices) -> Indices:
         return self.table[positions]
@@ -51,10 +51,9 @@ class Sorted:
         return int(np.flatnonzero(self.table == value)[0])
 
 
-def sorted_by_key(key: int, first: int, size: int) -> Indices:
-    """A permutation of range(size), size 65536 at most, from the keys of positions first to first + size."""
-    offsets = np.arange(size, dtype=np.uint64)
-    words = sortable(key, np.arange(first, first + size, dtype=np.int64), offsets)
+def sorted_by_key(key: int, size: int) -> Indices:
+    """The permutation of range(size), size 65536 at most, that `key` stands for."""
+    words = sortable(key, np.arange(size, dtype=np.int64))
     words.sort()
     words &= _OFFSET_MASK
     table = words.view(np.int64)
@@ -62,16 +61,16 @@ def sorted_by_key(key: int, first: int, size: int) -> Indices:
     return table
 
 
-def sortable(key: int, positions: Indices, offsets: Words) -> Words:
-    """Keys with the offsets, below 65536, in their low 16 bits.
+def sortable(key: int | Words, offsets: Indices) -> Words:
+    """The keys of offsets below 65536, with the offsets in their low 16 bits. `key`: one for all, or one for each.
 
     So all words are distinct, and every sorting algorithm gives the same result. Also, sorting values is several
     times faster than argsort. Two positions have equal upper 48 bits about once in 2**17 epochs of the largest
     size.
     """
-    words = derive_keys(key, positions)
+    words = derive_keys(key, offsets)
     words &= ~_OFFSET_MASK
-    words |= offsets
+    words |= offsets.view(np.uint64)
     return words
 
 

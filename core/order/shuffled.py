@@ -94,7 +94,7 @@ class _SortedEpoch:
         start, stop = bounds(positions, self._size)
         table = self._table
         if table is None:
-            table = self._table = sorted_by_key(self._key, 0, self._size)
+            table = self._table = sorted_by_key(self._key, self._size)
         return table[start:stop]
 
 

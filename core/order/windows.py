@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from .epochs import ComputedEpoch, EpochOrder, Indices, checked_epoch, checked_integer, checked_size
-from .keys import derive_key
-from .permutations import MAXIMUM_SORTED, Feistel, permutation, sortable, sorted_by_key
+from .keys import derive_key, derive_keys, extend_key
+from .permutations import MAXIMUM_SORTED, permutation, sortable, sorted_by_key
 
 __all__ = ["Windowed"]
 
@@ -103,14 +103,14 @@ class _WindowedEpoch(ComputedEpoch):
         key, window = self._key, self._order.window
         blocks: _BlockSequence
         if isinstance(self._order.block_size, int):
-            blocks = _ConstantBlocks(self._order.size, self._order.block_size, derive_key(key, 0))
+            blocks = _ConstantBlocks(self._order.size, self._order.block_size, extend_key(key, 0))
         else:
-            blocks = _VariableBlocks(self._order.block_size, derive_key(key, 0))
+            blocks = _VariableBlocks(self._order.block_size, extend_key(key, 0))
         halves = _HalfWindows(blocks, max(1, window // 2))
-        within = _WindowLayer(derive_key(key, 1), halves.window_of, halves.start_of)
+        within = _WindowLayer(extend_key(key, 1), halves.window_of, halves.start_of)
         if window == 1:
             return blocks, [within]
-        return blocks, [_WindowLayer(derive_key(key, 2), halves.shifted_of, halves.shifted_start_of), within]
+        return blocks, [_WindowLayer(extend_key(key, 2), halves.shifted_of, halves.shifted_start_of), within]
 
 
 class _BlockSequence(Protocol):
@@ -226,7 +226,7 @@ class _WindowLayer:
         if last - first < 8:
             shuffled = self._few(first, bounds)
         else:
-            shuffled = self._many(bounds)
+            shuffled = self._many(first, bounds)
         result: Indices = shuffled[places - bounds[0]]
         return result
 
@@ -236,11 +236,7 @@ class _WindowLayer:
         for window in np.unique(windows).tolist():
             start, stop = self._start_of(np.array([window, window + 1], dtype=np.int64)).tolist()
             chosen = np.flatnonzero(windows == window)
-            if stop - start > MAXIMUM_SORTED:
-                values = Feistel(stop - start, derive_key(self._key, window)).at(places[chosen] - start)
-            else:
-                values = sorted_by_key(self._key, start, stop - start)[places[chosen] - start]
-            result[chosen] = start + values
+            result[chosen] = start + permutation(stop - start, extend_key(self._key, window)).at(places[chosen] - start)
         return result
 
     def _few(self, first: int, bounds: Indices) -> Indices:
@@ -250,16 +246,17 @@ class _WindowLayer:
             if window in kept:
                 tables[window] = kept[window]
             else:
-                tables[window] = start + sorted_by_key(self._key, start, stop - start)
+                tables[window] = start + sorted_by_key(extend_key(self._key, window), stop - start)
         self._tables = tables
         return np.concatenate(list(tables.values()))
 
-    def _many(self, bounds: Indices) -> Indices:
+    def _many(self, first: int, bounds: Indices) -> Indices:
         """As ``_few``, with all windows sorted together: by window, then as ``sorted_by_key`` does."""
         lengths = np.diff(bounds)
         places = np.arange(bounds[0], bounds[-1], dtype=np.int64)
-        offsets = (places - np.repeat(bounds[:-1], lengths)).astype(np.uint64)
-        windows = np.repeat(np.arange(lengths.size, dtype=np.int64), lengths)
-        by_key = np.argsort(sortable(self._key, places, offsets))
-        shuffled: Indices = places[by_key[np.argsort(windows[by_key], kind="stable")]]
+        offsets = places - np.repeat(bounds[:-1], lengths)
+        windows = np.arange(first, first + lengths.size, dtype=np.int64)
+        keys = np.repeat(derive_keys(self._key, windows), lengths)
+        by_key = np.argsort(sortable(keys, offsets))
+        shuffled: Indices = places[by_key[np.argsort(np.repeat(windows, lengths)[by_key], kind="stable")]]
         return shuffled

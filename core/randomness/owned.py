@@ -43,7 +43,6 @@ _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.gener
           types.ModuleType)  # fmt: skip
 # Large packages that use no generators of their own.
 _LIBRARIES = sys.stdlib_module_names - {"__main__"} | {"torch", "numpy", "midepoch"}
-_MASK_32 = (1 << 32) - 1
 _ANY = "*"  # in a path: members without a name, such as those of a set; they share a stream
 
 
@@ -247,7 +246,7 @@ def _controls(found: Any) -> _Controls | None:
 
 
 def _seeding(generator: np.random.RandomState) -> Callable[[int], None]:
-    return lambda key: generator.seed(key & _MASK_32)
+    return lambda key: generator.seed(key >> 32)  # as numpy's global generator
 
 
 def _seeding_torch(generator: torch.Generator) -> Callable[[int], Any]:

@@ -13,6 +13,7 @@ import functools
 import itertools
 import operator
 import os
+import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, cast
@@ -22,7 +23,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from ..errors import MidepochError, warn
-from ..order.keys import derive_key
+from ..order.keys import extend_key
 from .devices import DeviceGenerators
 from .globals import NAMES, GlobalGenerators, Stamp
 from .owned import OwnedGenerator, find_generators
@@ -153,6 +154,7 @@ class Streams:
         self._roots = roots
         self._owned: list[OwnedGenerator] | None = None
         self._warned: set[str] = set()  # paths
+        self._later: list[OwnedGenerator] = []  # found when this pass began, and not before
         self._globals = GlobalGenerators()
         self._devices = DeviceGenerators() if devices else None
         self._rest_key = 0
@@ -180,11 +182,30 @@ class Streams:
             more: objects to search besides the roots.
             rest: the key of generators that are not used in this pass.
         """
+        before = self._owned
         self._search(more)
         self.first = True
+        if before is not None:
+            self._warn_of_later(before)
         if rest != self._rest_key:
             self._rest_key = rest
             self._globals.rest_at(rest)
+
+    def _warn_of_later(self, before: list[OwnedGenerator]) -> None:
+        """Warn of each generator that samples made in the pass before the last one, and that is still in use.
+
+        Code that makes another one in each pass has seeded it itself.
+        """
+        found = self._owned or []
+        kept = {id(each.generator) for each in self._later}
+        if paths := [each.path for each in found if id(each.generator) in kept]:
+            warn(
+                f"a random generator ({', '.join(paths)}) was made after a pass had begun, and was not seeded in it; "
+                "its numbers may differ after a resume: make the generator in __init__, or use "
+                "midepoch.sample_generator()"
+            )
+        known = {id(each.generator) for each in before} | {each.path for each in before}
+        self._later = [each for each in found if not {id(each.generator), each.path} & known]
 
     def begin_replay(self) -> None:
         """Use this instead of `begin_pass` for a replayed source, whose first batch cannot be read again.
@@ -316,6 +337,16 @@ class Streams:
             start(key)
             yield
 
+    def drawn_by(self, call: Callable[[], object]) -> bool:
+        """Whether `call` draws, from global generators or the source's own. Use it between `begin` and `end`."""
+
+        def look() -> tuple[Any, ...]:
+            return self._globals.stamp(), self.asked, [pickle.dumps(each.save()) for each in self._owned or ()]
+
+        before = look()
+        call()
+        return look() != before
+
     # --- both ---
 
     def _make_start(self) -> None:
@@ -420,4 +451,4 @@ def _start_all(starts: list[Start], key: int) -> None:
 
 
 def _start_owned(generator: OwnedGenerator, key: int) -> None:
-    generator.start(derive_key(key, generator.salt))
+    generator.start(extend_key(key, generator.salt))

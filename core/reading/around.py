@@ -61,7 +61,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _is_own(loader: Any) -> bool:
-    """Whether it is a DataLoader with an ``__iter__`` of its own."""
+    """Whether it is a DataLoader that creates its iterators in a way of its own."""
     return issubclass(type(loader), DataLoader) and gives_its_own(loader)
 
 
@@ -71,13 +71,13 @@ class Around:
     Args:
         source: the object.
         path: the names of the attributes that lead to the loader, with dots; empty for a DataLoader subclass with an
-            ``__iter__`` of its own.
+            ``__iter__`` or a ``_get_iterator`` of its own.
         is_loader: whether an attribute may be meant.
 
     Attributes:
         source, path: as given.
         name: of the object's class, for messages.
-        inside: the loader. A DataLoader with an ``__iter__`` of its own as torch's class would iterate it.
+        inside: the loader. A DataLoader with a way of its own as torch's class would iterate it.
 
     Raises:
         UnsupportedSourceError: there is no such loader, or not as many batches in it.
@@ -109,7 +109,7 @@ class Around:
         there = [f"inside={path!r}" for path in loaders_in(self.source, is_loader)]
         cure = f"write {' or '.join(there)}" if there else "leave inside= out: it holds none"
         if not self.path:
-            return f"inside='' is for a DataLoader subclass with an __iter__ of its own, not for a {self.name}: {cure}"
+            return f"inside='' is for a DataLoader subclass with iterators of its own, not for a {self.name}: {cure}"
         return f"inside={self.path!r}: this {self.name} has no loader there: {cure}"
 
     def session(self, inner: Session, run: Run, adapter: Adapter) -> Session:
@@ -144,8 +144,9 @@ class Around:
             found += ((held, name, feed) for name, value in held.items() if value is self._loader)
             iterators = [name for name, value in held.items() if is_iterator(value) or isinstance(value, Feed)]
             found += ((held, name, feed.iterator) for name in iterators)
-        if self._holders[-1] is self._loader:  # the ``__iter__`` of its class calls torch's, which uses these
-            found += ((vars(self._loader), name, value) for name, value in iterating_by(feed._midepoch_begin).items())
+        if self._holders[-1] is self._loader:  # its class calls torch's methods, which use these
+            begins = iterating_by(feed._midepoch_begin, self._loader)
+            found += ((vars(self._loader), name, value) for name, value in begins.items())
         return found
 
     def leave(self) -> None:

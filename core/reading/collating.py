@@ -11,9 +11,14 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from ..backends import DRAWLESS_COLLATES
 
-__all__ = ["draws_nothing", "keeps_nothing"]
+__all__ = ["as_it_is", "draws_nothing", "keeps_nothing"]
 
 _DRAWLESS = {default_collate.__module__, *DRAWLESS_COLLATES}
+
+
+def as_it_is(value: Any) -> Any:
+    """Collates nothing: for what gives batches."""
+    return value
 
 
 def keeps_nothing(collate: Callable[[Any], Any]) -> bool:
@@ -24,7 +29,7 @@ def keeps_nothing(collate: Callable[[Any], Any]) -> bool:
 
 def draws_nothing(collate: Callable[[Any], Any]) -> bool:
     """Whether `collate` is one of torch's own functions, and no unknown function is registered with it."""
-    if collate is default_convert:
+    if collate is default_convert or collate is as_it_is:
         return True
     modules = map(operator.attrgetter("__module__"), default_collate_fn_map.values())
     return collate is default_collate and _DRAWLESS.issuperset(modules)

@@ -24,10 +24,9 @@ from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
 from ..samplers import MaterializedEpoch, MaterializedOrder
 from ..trying import Finding
-from .collating import draws_nothing
 from .exposed import Deviation, Path, StandIn, StandInPass, exposed_samplers
 from .indexed import as_list, spans
-from .units import Units
+from .units import Start, UnitReader, Units
 
 __all__ = ["DeviationError", "DrivenReader", "DrivenRequest", "SamplerDriven", "driven_requests"]
 
@@ -217,28 +216,21 @@ class DeviationError(SourceError):
     start = 0
 
 
-class DrivenReader:
-    """Reads batches from an iterable that exposes its samplers, each sample under its own stream.
+class DrivenReader(UnitReader):
+    """Reads batches from an iterable that exposes its samplers.
 
     Args:
         driven: the dataset and its orders.
-        collate: from a list of samples, or from one if `single`, to a batch.
-        single: samples are handed out one by one.
-        streams: False lets the dataset draw from the caller's generators.
+        collate, single, streams: as of a `UnitReader`.
     """
 
     request = DrivenRequest
 
     def __init__(self, driven: SamplerDriven, collate: Callable[[Any], Any], single: bool, streams: bool) -> None:
-        self.dataset, self._paths = driven.dataset, list(driven.orders)
-        self._collate, self._single = collate, single
-        self._plain_collate = draws_nothing(collate)
-        self._streams = Streams(self.dataset, collate) if streams else None
+        super().__init__(driven.dataset, collate, single, streams)
+        self._paths = list(driven.orders)
         self._counted = False  # draws, in this dataset. If not, those of a request come from a state
-        self._opened: tuple[int, int, int] | None = None  # session, seed, epoch
         self._pass: Any = None
-        self._source = Units(iter(()))
-        self._sample_key = 0
 
     def count(self, driven: SamplerDriven, seed: int) -> tuple[tuple[int, ...], str]:
         """Read the first sample of epoch 0, and drop it.
@@ -294,10 +286,6 @@ class DrivenReader:
         self._source, self._opened = Units(self._pass), request[:3]
         self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
 
-    def _under(self) -> contextlib.AbstractContextManager[Callable[[int], None]]:
-        """A context in which a stream begins with each key that is given."""
-        return contextlib.nullcontext(_keep) if self._streams is None else self._streams
-
     def _read(self, request: DrivenRequest) -> Any:
         """The batch; None if there is no sample in it."""
         first, stop = request.start - request.before, request.start + request.units
@@ -307,9 +295,7 @@ class DrivenReader:
             del samples[: request.before]
             if not samples:
                 return None
-            if not self._plain_collate:
-                start(derive_key(Purpose.BATCH, request.seed, request.epoch, request.start))
-            return self._collate(samples[0] if self._single else samples)
+            return self._collated(samples, derive_key(Purpose.BATCH, request.seed, request.epoch, request.start), start)
 
     def _finish(self, request: DrivenRequest, rest: tuple[Part, ...]) -> None:
         """Ask the source for one more, before the last batch of its epoch is handed out."""
@@ -328,7 +314,7 @@ class DrivenReader:
         for sampler, (indices, end) in zip(self._pass.samplers, parts, strict=True):
             sampler.put(_each(indices, end))
 
-    def _sample(self, request: DrivenRequest, first: int, position: int, start: Callable[[int], None]) -> Any:
+    def _sample(self, request: DrivenRequest, first: int, position: int, start: Start) -> Any:
         """The next sample, which must draw as many indices as those before it; the jump led to the one at `first`."""
         start(extend_key(self._sample_key, position % request.size))
         try:
@@ -360,9 +346,4 @@ class DrivenReader:
         return error
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker process opens its own.
-        return {**self.__dict__, "_opened": None, "_pass": None, "_source": Units(iter(()))}
-
-
-def _keep(key: int) -> None:
-    """Leave the caller's generators as they are."""
+        return {**super().__getstate__(), "_pass": None}

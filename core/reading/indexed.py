@@ -20,8 +20,9 @@ import numpy as np
 from torch.utils.data import StackDataset, Subset
 
 from ..errors import SourceError
-from ..loader.adapter import Run, WitnessReport
+from ..loader.adapter import Run
 from ..order import EpochOrder
+from ..order.holes import Holes
 from ..order.keys import derive_key, derive_keys, extend_key
 from ..randomness.streams import Purpose, Streams
 from ..samplers import MaterializedEpoch
@@ -29,6 +30,7 @@ from ..state.witness import SampleSummary, is_inert, summary_of
 from ..trying import CallTrial
 from ..world import MicroShare, Share
 from .collating import draws_nothing, keeps_nothing
+from .looks import Looks, Start
 from .sessions import FirstBatch, WitnessRequest
 
 __all__ = ["MapReader", "MapRequest", "Samples", "as_list", "map_requests", "reads_whole_batches", "spans", "unchanged"]
@@ -48,6 +50,7 @@ class MapRequest(NamedTuple):
         session: the run's session number.
         left: requests of this run that are still to come.
         look: samples to look at; None for all but the first request of a session.
+        positions: of the units; None if they follow each other from `start` on.
     """
 
     seed: int
@@ -58,6 +61,7 @@ class MapRequest(NamedTuple):
     session: int
     left: int
     look: WitnessRequest | None = None
+    positions: list[int] | None = None
 
 
 class Samples:
@@ -111,6 +115,9 @@ def map_requests(
     """
     share = run.share
     assert share is not None  # what can be indexed has a size
+    if run.holes is not None:
+        yield from _requests_around(run, share, run.holes, order, unchanged, listed_batches)
+        return
     seed, epoch, size, session, left = run.seed, run.epoch, share.size, run.session, share.steps
     looks = bool(run.looks and size)
     # Several are made in a row: between two batches of a loader with workers, code and data leave the processor's
@@ -137,11 +144,43 @@ def map_requests(
                     index = next(iter(index), None)
                 look, looks = None if index is None else WitnessRequest.of(run, index), False
             batch = list(indices[0]) if listed_batches else indices
-            requests.append(made((seed, epoch, start, size, batch, session, left, look)))
+            requests.append(made((seed, epoch, start, size, batch, session, left, look, None)))
         for request in requests:
             unchanged()
             yield request
         count = min(2 * count, max(1, _MOST_AHEAD // share.batch_size))
+
+
+def _requests_around(
+    run: Run,
+    share: Share,
+    holes: Holes,
+    order: EpochOrder | MaterializedEpoch,
+    unchanged: Callable[[], None],
+    listed_batches: bool,
+) -> Iterator[MapRequest]:
+    """As `map_requests`, around positions that are left out: the share is one of places."""
+    places, size, look = share.size, share.size + holes.total, bool(run.looks and share.size)
+    for left, (start, stop) in zip(range(share.steps - 1, -1, -1), spans(share), strict=True):
+        pieces = holes.spans(start, min(stop, places))
+        repeats = [holes.position_of(place % places) for place in range(max(start, places), stop)]
+        pieces += [(position, position + 1) for position in repeats]
+        first, last = pieces[0][0], max(piece[1] for piece in pieces)
+        if 0 < last - first <= _MOST_AHEAD and min(pieces)[0] == first:  # one slice costs less than several
+            near = as_list(order[first:last])
+            indices = [index for a, z in pieces for index in near[a - first : z - first]]
+        else:
+            indices = [index for a, z in pieces for index in as_list(order[a:z])]
+        witness = None
+        if look:
+            index = as_list(order[0:1])[0]
+            index = next(iter(index), None) if listed_batches else index
+            witness, look = None if index is None else WitnessRequest.of(run, index), False
+        positions = [position for a, z in pieces for position in range(a, z)]
+        begin = first if start < places else size + start - places
+        batch = list(indices[0]) if listed_batches else indices
+        unchanged()
+        yield MapRequest(run.seed, run.epoch, begin, size, batch, run.session, left, witness, positions)
 
 
 def as_list(indices: Any) -> list[Any]:
@@ -172,7 +211,7 @@ class MapReader:
         self._whole = reads_whole_batches(dataset) and not single
         self._plain_collate = draws_nothing(collate)
         self._streams = Streams(dataset, collate) if streams else None
-        self._drew = False  # when a sample was last looked at
+        self._looks = Looks(dataset, self._whole, self._streams)
         self._session: int | None = None
         self._sample_key = self._batch_key = 0
         self._key_block: list[int] = []  # keys of consecutive positions: a numpy call costs more than its work
@@ -184,7 +223,7 @@ class MapReader:
         if streams is not None and self._session != request.session:
             self._begin(request, streams)
         if request.look is not None:
-            return self._looked(request, request.look)
+            return self._first_batch(request, request.look)
         if streams is None:
             return self._read(request, None)
         batch = streams.read(functools.partial(self._read, request))
@@ -192,15 +231,16 @@ class MapReader:
             streams.warn_of_kept(self.dataset, f"sample {request.indices[0]} or one of its batch")
         return batch
 
-    def _looked(self, request: MapRequest, look: WitnessRequest) -> FirstBatch:
-        """The session's first batch, and what samples look like."""
-        collate = self._collate
+    def _first_batch(self, request: MapRequest, look: WitnessRequest) -> FirstBatch:
+        """The session's first batch, and what was seen of samples and of the collate function with it."""
+        collate, looks = self._collate, self._looks
         key = self._key_at(self._batch_key if self._whole else self._sample_key)
         keeps = not keeps_nothing(collate)
         trial = CallTrial(collate, listed=not self._single) if look.collate and keeps else None
         self._collate = trial or collate
         try:
-            batch, one = self._read_looking(request, look.index, key)
+            read = functools.partial(self._read, request)
+            batch, one = looks.with_batch(read, key, look.index, not request.start)
         finally:
             self._collate = collate
         finding = None
@@ -211,54 +251,24 @@ class MapReader:
         if (self._single or keeps) and is_inert(batch):  # otherwise the samples were copied
             with contextlib.suppress(Exception):  # of torch's, for one: nested tensors cannot be copied
                 copied = copy.deepcopy(batch)  # a dataset may fill one buffer at each read, and hand that out
-        if one is None:
-            one = self._look(key, look.index)[0]
-        drew = self._drew
-        again = self._look(key, look.index)[0] if look.twice and one is not None else None
-        kept = again is not None and drew and not self._drew
-        seen = WitnessReport(look.index, one, again, one, collate=finding, keeps=kept)
-        if look.expected is not None:
-            epoch, index = look.expected
-            purpose = Purpose.BATCH if self._whole else Purpose.SAMPLE
-            expected, error = self._look(self._key_at(derive_key(purpose, request.seed, epoch)), index)
-            text = "" if error is None else f"{type(error).__name__}: {error}"
-            seen = replace(seen, expected=expected, error=text, missing=isinstance(error, IndexError))
+        seen = looks.report(look, one, key, lambda epoch: self._key_at(self._epoch_key(request.seed, epoch)))
         if copied is not None and summary_of(copied).differing(summary_of(batch)):
             batch = copied
-        return FirstBatch(batch, seen)
-
-    def _read_looking(self, request: MapRequest, index: Any, key: int) -> tuple[Any, SampleSummary | None]:
-        """A session's first batch, and what the epoch's first sample looks like.
-
-        If the batch begins with that sample, it is looked at on the way; else it is read before. A sample whose own
-        code would run at a look is not looked at on the way: it may draw then, or give its content only once.
-        """
-        streams = self._streams
-        if streams is None or request.start or self._whole:
-            look = self._look(key, index)[0]
-            if streams is None:
-                return self._read(request, None), look
-            streams.first = True
-            return streams.read(functools.partial(self._read, request)), look
-        looks: list[SampleSummary] = []
-
-        def see(sample: Any) -> None:
-            self._drew = streams.drew()
-            if is_inert(sample):
-                looks[:] = [summary_of(sample)]
-
-        batch = streams.read(functools.partial(self._read, request, see=see), notes=True)
-        return batch, looks[0] if looks else None
+        return FirstBatch(batch, replace(seen, collate=finding))
 
     def samples(self, order: EpochOrder | MaterializedEpoch, seed: int, epoch: int) -> Samples:
         """The samples of an epoch, one by one, as this reader reads them."""
         if self._streams is not None:
             self._streams.begin_pass(rest=derive_key(Purpose.REST, seed, epoch))
-        key = derive_key(Purpose.BATCH if self._whole else Purpose.SAMPLE, seed, epoch)
-        return Samples(order, self._listed_batches, functools.partial(self._look_alone, key))
+        look = functools.partial(self._look_alone, self._epoch_key(seed, epoch))
+        return Samples(order, self._listed_batches, look)
 
     def _look_alone(self, key: int, index: Any, position: int, place: int) -> SampleSummary | None:
-        return self._look(self._key_at(key, position, place), index)[0]
+        return self._looks.alone(self._key_at(key, position, place), index)[0]
+
+    def _epoch_key(self, seed: int, epoch: int) -> int:
+        """Of the streams of an epoch's samples, or of its batches if these are asked for as a whole."""
+        return derive_key(Purpose.BATCH if self._whole else Purpose.SAMPLE, seed, epoch)
 
     def _key_at(self, key: int, position: int = 0, place: int = 0) -> int:
         """Of a sample's stream. `key`: of the epoch's; `place`: in its batch, if the position is a batch's."""
@@ -266,22 +276,6 @@ class MapReader:
         if self._listed_batches and not self._whole:
             return int(derive_keys(key, np.arange(place + 1))[place])
         return key
-
-    def _look(self, key: int, index: Any) -> tuple[SampleSummary | None, Exception | None]:
-        """What a sample looks like under the stream of `key`, or why it could not be read."""
-        streams = self._streams
-
-        def read(start: Callable[[int], None] | None) -> SampleSummary:
-            if start is not None:
-                start(key)
-            sample = self.dataset.__getitems__([index]) if self._whole else self.dataset[index]
-            self._drew = streams is not None and streams.drew()
-            return summary_of(sample)
-
-        try:
-            return read(None) if streams is None else streams.read(read, notes=True), None
-        except Exception as error:  # noqa: BLE001  # it is raised where the sample is read for a batch
-            return None, error
 
     def _begin(self, request: MapRequest, streams: Streams) -> None:
         """Begin another pass."""
@@ -292,9 +286,7 @@ class MapReader:
         self._key_block = []
         streams.begin_pass(rest=derive_key(Purpose.REST, request.seed, request.epoch))
 
-    def _read(
-        self, request: MapRequest, start: Callable[[int], None] | None, see: Callable[[Any], None] | None = None
-    ) -> Any:
+    def _read(self, request: MapRequest, start: Start | None, see: Callable[[Any], None] | None = None) -> Any:
         """Read the batch.
 
         Args:
@@ -325,6 +317,8 @@ class MapReader:
 
     def _keys(self, request: MapRequest) -> list[int]:
         start, count = request.start, len(request.indices)
+        if request.positions is not None and not self._listed_batches:
+            return cast(list[int], derive_keys(self._sample_key, np.array(request.positions)).tolist())
         if self._listed_batches:
             key = extend_key(self._sample_key, start % request.size)
             return cast(list[int], derive_keys(key, np.arange(count)).tolist())

@@ -27,7 +27,7 @@ from ..samplers import SamplerSpec, interpret_sampler, length_of
 from ..sharding import check_sharding
 from ..trying import Finding
 from ..world import World
-from .collating import keeps_nothing
+from .collating import as_it_is, keeps_nothing
 from .driven import DeviationError, DrivenReader, SamplerDriven, driven_requests
 from .exposed import exposed_samplers
 from .indexed import unchanged
@@ -336,7 +336,7 @@ class IterableAdapter(Adapter):
 
     def _driven_reader(self, driven: SamplerDriven) -> DrivenReader:
         if self._reader is None:
-            collate, single = self._collate or _as_it_is, self._samples_in_batch is None
+            collate, single = self._collate or as_it_is, self._samples_in_batch is None
             self._reader = DrivenReader(driven, collate, single, self.options.streams)
         return self._reader
 
@@ -363,13 +363,13 @@ class IterableAdapter(Adapter):
         if self._replayer is None:
             self._replayer = ReplayReader(
                 self._stream,
-                Open(self._stream) if self._driven is None else self._driven.whole,
-                self._samples_in_batch or 1,
-                self._collate,
+                self._collate or as_it_is,
                 self._samples_in_batch is None,
-                self.facts.drop_last,
-                not self._own_streams,
                 self.options.streams,
+                open_source=Open(self._stream) if self._driven is None else self._driven.whole,
+                batch_size=self._samples_in_batch or 1,
+                drop_last=self.facts.drop_last,
+                shared=not self._own_streams,
             )
         match = _REPLAY_DETAIL.fullmatch(run.detail)
         expected = (match[2] or "") if match else ""
@@ -434,10 +434,6 @@ def _believed(capability: Capability, why: str) -> Capability:
 
 def _nothing() -> None:
     pass
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def _name(source: Any) -> str:

@@ -100,9 +100,14 @@ def iterates_as_torch(source: object) -> TypeIs[DataLoader[Any]]:
 
 
 def gives_its_own(loader: DataLoader[Any]) -> bool:
-    """Whether a subclass has an ``__iter__`` of its own over the iterators that torch's class creates."""
+    """Whether a subclass has a way of its own to make iterators, over those that torch's class creates.
+
+    One that makes iterators with a state of its own, as torchdata's, does not use torch's.
+    """
     kind: Any = type(loader)
-    return kind.__iter__ is not DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+    if kind._get_iterator is DataLoader._get_iterator:
+        return kind.__iter__ is not DataLoader.__iter__
+    return getattr(kind, "load_state_dict", None) is getattr(DataLoader, "load_state_dict", None)
 
 
 @functools.cache
@@ -120,9 +125,19 @@ def plain_loader(loader: DataLoader[Any], **instead: Any) -> DataLoader[Any]:
     return plain
 
 
-def iterating_by(begin: Callable[[], Any]) -> dict[str, Any]:
-    """The attributes with which ``super().__iter__()`` of a subclass returns what `begin` does."""
-    return {"_get_iterator": begin, "_iterator": None, "persistent_workers": False}
+def iterating_by(begin: Callable[[], Any], loader: DataLoader[Any]) -> dict[str, Any]:
+    """The attributes with which ``super().__iter__()`` in a loader's class returns what `begin` does.
+
+    Where the class has a ``_get_iterator`` of its own, ``super()._get_iterator()`` there does.
+    """
+    kind: Any = type(loader)
+    make = begin
+    if kind._get_iterator is not DataLoader._get_iterator:
+        fed = type("Fed", (DataLoader,), {"_get_iterator": lambda self: begin()})
+        twin: Any = object.__new__(type(kind.__name__, (kind, fed), {}))  # `super()` finds `fed` before torch's class
+        object.__setattr__(twin, "__dict__", vars(loader))
+        make = functools.partial(kind._get_iterator, twin)
+    return {"_get_iterator": make, "_iterator": None, "persistent_workers": False}
 
 
 def is_iterator(value: object) -> bool:

@@ -10,14 +10,14 @@ from torch.utils.data import get_worker_info
 
 from ..errors import SourceError
 from ..order.keys import derive_key, extend_key
-from ..randomness.streams import Purpose, Streams
+from ..randomness.streams import Purpose
 from ..state.digest import checksum_of
 from ..trying import CallTrial, Finding, copy_of, tried_on_copy
 from ..world import Share, Tail, World
-from .collating import draws_nothing, keeps_nothing
+from .collating import keeps_nothing
 from .exposed import RAW, raw_copy
 from .private import caught
-from .units import Units
+from .units import Start, UnitReader, Units, no_start
 
 __all__ = ["Open", "PrefixDigest", "ReplayReader", "ReplayRequest", "Replayed"]
 
@@ -124,19 +124,16 @@ class Replayed(NamedTuple):
     findings: tuple[Finding, ...] = ()
 
 
-class ReplayReader:
+class ReplayReader(UnitReader):
     """Reads a stream from its start, and drops the units that were consumed before.
 
     Args:
-        dataset: the source itself, which `get_worker_info().dataset` shows.
+        dataset, collate, single, streams: as of a `UnitReader`.
         open_source: returns a new iterator over the stream, given seed and epoch.
         batch_size: units in one rank's batch.
-        collate: from a list of units, or from one if `single`, to a batch; None if each unit is a batch.
-        single: units are handed out one by one.
         drop_last: leave out a last batch that is not full.
         shared: every process reads the same stream and keeps its part of each global batch. If not, each process (rank
             and worker) has a stream of its own and keeps all of it.
-        streams: False lets the source draw from the caller's generators.
     """
 
     request = ReplayRequest
@@ -144,26 +141,21 @@ class ReplayReader:
     def __init__(
         self,
         dataset: Any,
+        collate: Callable[[Any], Any],
+        single: bool,
+        streams: bool,
+        *,
         open_source: Callable[[int, int], Iterator[Any]],
         batch_size: int,
-        collate: Callable[[Any], Any] | None,
-        single: bool,
         drop_last: bool,
         shared: bool,
-        streams: bool,
     ) -> None:
-        self.dataset = dataset
+        super().__init__(dataset, collate, single, streams)
         self._open_source = open_source
         self._batch_size, self._drop_last, self._shared = batch_size, drop_last, shared
-        self._collate, self._single = collate, single
-        self._plain_collate = collate is None or draws_nothing(collate)
-        self._streams = Streams(dataset, collate) if streams else None
-        self._start: Callable[[int], None] = _keep  # begins a random stream, while a batch is read
-        self._opened: tuple[int, int, int] | None = None
+        self._start: Start = no_start  # while a batch is read
         self._session: int | None = None
-        self._source = Units(iter(()))
         self._late: Any = None  # the error in place of the source's end, as `Replayed` has it
-        self._sample_key = 0
         self._first = ""
         self._prefix = PrefixDigest()
         self._unseen: dict[str, None] = {}
@@ -200,7 +192,7 @@ class ReplayReader:
         """The first batch that is read, and what trials find out with it."""
         copied = copy_of(self.dataset)  # before it is read
         collate, trial = self._collate, None
-        if collate is not None and not keeps_nothing(collate):
+        if not keeps_nothing(collate):
             self._collate = trial = CallTrial(collate, listed=not self._single)
         try:
             answer = self._answer(request)
@@ -237,10 +229,10 @@ class ReplayReader:
         own = () if self._shared else (request.rank, 0 if worker is None else worker.id + 1)
         self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *own)
 
-    def _units(self, count: int) -> list[Any]:
-        """The next `count` units, fewer at the end."""
+    def _digested(self, count: int) -> list[Any]:
+        """The next `count` units, fewer at the end. Those that the prefix digest covers are added to it."""
         units = []
-        for unit in self._source.take(count, self._begin_unit):
+        for unit in self._units(count, self._start):
             if self._shared and self._source.read == self._prefix.next:
                 digest = self._digest(unit)
                 self._prefix.add(digest)
@@ -249,22 +241,12 @@ class ReplayReader:
             units.append(unit)
         return units
 
-    def _begin_unit(self, number: int) -> None:
-        self._start(extend_key(self._sample_key, number))
-
     def _digest(self, unit: Any) -> str:
         return checksum_of(unit, self._unseen)
 
     def _digest_up_to(self, unit: Any) -> str:
         """What the stream has given up to the unit that was read last."""
         return self._prefix.up_to(self._digest(unit))
-
-    def _collated(self, units: list[Any], key: int) -> Any:
-        if self._collate is None:
-            return units[0]
-        if not self._plain_collate:
-            self._start(key)
-        return self._collate(units[0] if self._single else units)
 
     def _shared_batch(self, request: ReplayRequest) -> Replayed:
         global_batch = self._batch_size * request.world_size
@@ -273,7 +255,7 @@ class ReplayReader:
             self._open(request)
         while self._source.read < begin:
             reaches = request.start if self._source.read < request.start else begin
-            last = self._units(min(reaches - self._source.read, 1))
+            last = self._digested(min(reaches - self._source.read, 1))
             if not last:
                 if (read := self._source.read) < request.start:
                     raise SourceError(
@@ -287,7 +269,7 @@ class ReplayReader:
                     f"the source does not repeat itself: what it gives up to unit {request.start - 1} of epoch "
                     f"{request.epoch} differs from what was consumed before the save; {_CURE}"
                 )
-        units = self._units(global_batch)
+        units = self._digested(global_batch)
         self._check_length(request, begin + len(units), len(units) < global_batch)
         if not units:
             return Replayed(None, "", self._first, ended=True)
@@ -298,7 +280,7 @@ class ReplayReader:
             others = len(units) if request.tail == "uneven" and not self._drop_last else 0
             return Replayed(None, digest, self._first, others, ended=True)
         key = derive_key(Purpose.BATCH, request.seed, request.epoch, begin + request.rank * self._batch_size)
-        batch = self._collated(own, key)
+        batch = self._collated(own, key, self._start)
         late, self._late = self._late, None
         return Replayed(batch, digest, self._first, len(units) - global_batch, late=late)
 
@@ -323,7 +305,7 @@ class ReplayReader:
     def _more_than(self, units: int) -> bool:
         """Whether so many and another one are left. An error in its place is raised after this batch."""
         try:
-            return len(self._units(units + 1)) > units
+            return len(self._digested(units + 1)) > units
         except Exception as error:  # noqa: BLE001  # raised where the plain loader raises it
             self._late = error if get_worker_info() is None else caught()
             return False
@@ -340,7 +322,7 @@ class ReplayReader:
         own = units[start - begin : stop - begin]
         if stop > share.size:
             self._open(request)  # padding repeats the epoch's beginning, which has to be read again
-            beginning = self._units(min(stop - share.size, share.size))
+            beginning = self._digested(min(stop - share.size, share.size))
             own += [beginning[position % share.size] for position in range(max(start, share.size), stop)]
             self._opened = None
         return own
@@ -348,22 +330,17 @@ class ReplayReader:
     def _own_batch(self, request: ReplayRequest) -> Replayed:
         if self._opened != request[:3]:
             self._open(request)
-        units = self._units(self._batch_size)
+        units = self._digested(self._batch_size)
         if not units or (self._drop_last and len(units) < self._batch_size):
             return Replayed(None, "", "", ended=True)
         seen = self._digest(units[-1])
         if request.skip:
             return Replayed(None, seen, "")
         key = extend_key(self._sample_key, self._source.read, Purpose.BATCH)
-        return Replayed(self._collated(units, key), seen, "")
+        return Replayed(self._collated(units, key, self._start), seen, "")
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker process opens its own.
-        return {**self.__dict__, "_opened": None, "_source": Units(iter(())), "_start": _keep}
-
-
-def _keep(key: int) -> None:
-    """Leave the generators as they are."""
+        return {**super().__getstate__(), "_start": no_start}
 
 
 def _tell_the_epoch(source: Any, epoch: int) -> None:

@@ -7,7 +7,6 @@ that names the archive and the byte.
 from __future__ import annotations
 
 import os
-import stat
 import tarfile
 import zlib
 from collections.abc import Callable, Generator
@@ -99,8 +98,7 @@ def index_tar(archive: str | os.PathLike[str] | BinaryIO, name: str | None = Non
     """Find the regular files of an archive.
 
     Args:
-        archive: a path, or an open seekable file. A path is scanned for headers, which takes a fraction of a second a
-            gigabyte if the system has it cached. In an open file, each header leads to the next.
+        archive: a path, or an open seekable file. Each header leads to the next, so of the data nothing is read.
         name: of the archive, for errors; None for its path.
 
     Raises:
@@ -109,11 +107,6 @@ def index_tar(archive: str | os.PathLike[str] | BinaryIO, name: str | None = Non
     if isinstance(archive, str | os.PathLike):
         name = name or os.fspath(archive)
         with Path(archive).open("rb") as file:
-            state = os.fstat(file.fileno())
-            if stat.S_ISREG(state.st_mode) and state.st_size >= BLOCK:
-                scanned = _scan(np.memmap(file, np.uint8, "r"), name)
-                if scanned is not None:
-                    return scanned
             return _collect(file, name)
     return _collect(archive, name or str(getattr(archive, "name", "the archive")))
 
@@ -134,20 +127,27 @@ def padded(size: int) -> int:
 # --- one header -------------------------------------------------------------------------------------------------------
 
 
+_ADLER = 65521  # what Adler-32 counts up to
+
+
 class _Header(NamedTuple):
     name: bytes
     size: int  # of the data after it
     kind: bytes
 
+    @property
+    def is_file(self) -> bool:
+        """Whether its data is a regular file's. A folder has a slash in an old archive, and a kind of its own since."""
+        return self.kind in _REGULAR and not (self.kind == tarfile.AREGTYPE and self.name.endswith(b"/"))
 
-def _parse_header(block: bytes, known: bool = False) -> _Header | None:
-    """Parse a header. None for a block of zeros, which is the end marker. Raises ValueError if it is not a header.
 
-    `known`: it was found sound before, so its checksum, which takes most of the time, is not compared.
-    """
+def _parse_header(block: bytes) -> _Header | None:
+    """Parse a header. None for a block of zeros, which is the end marker. Raises ValueError if it is not a header."""
     if not block[0] and block.count(0) == BLOCK:
         return None
-    if not known and _number(block[148:156]) != sum(block) - sum(block[148:156]) + 256:
+    # The lower half of an Adler-32 is one more than the sum of the bytes, in a tenth of the time that `sum` takes.
+    stated = block[148:156]
+    if (_number(stated) - 256 + sum(stated) - (zlib.adler32(block) & 0xFFFF) + 1) % _ADLER:
         raise ValueError("a header's checksum is wrong")
     kind = block[156:157]
     size = 0 if kind in _WITHOUT_DATA else _number(block[124:136])
@@ -187,7 +187,6 @@ class _Pending:
     """What extended headers say about the file that follows. Of several, the first counts, as in tarfile."""
 
     def __init__(self) -> None:
-        self.start = -1
         self.of_one = False  # True if one is about the next file; global ones may also end an archive
         self.name: bytes | None = None
         self.size: int | None = None
@@ -198,7 +197,7 @@ class _Pending:
         first_name, first_size = self.name, self.size
         if kind == _LONG_NAME:
             self.name = blocks.partition(b"\0")[0]
-        elif kind != tarfile.GNUTYPE_LONGLINK and (b"path=" in blocks or b"size=" in blocks or b"GNU.sparse" in blocks):
+        elif kind != tarfile.GNUTYPE_LONGLINK and any(word in blocks for word in (b"path=", b"size=", b"GNU.sparse")):
             records = _pax_records(blocks[:size])
             if kind == tarfile.XGLTYPE and (b"path" in records or b"size" in records):
                 raise ValueError("a header sets the name or the size of all files that follow")
@@ -217,8 +216,11 @@ class _Pending:
         if self.name is not None and len(self.name) > _LONGEST_NAME:
             raise ValueError(f"a name is longer than {_LONGEST_NAME} bytes")
 
+    def applied(self, header: _Header) -> tuple[bytes, int]:
+        """The name and the size of the file with this header."""
+        return header.name if self.name is None else self.name, header.size if self.size is None else self.size
 
-_TELLING = (b"path=", b"size=", b"GNU.sparse")
+
 _EXTENSIONS = (_LONG_NAME, tarfile.GNUTYPE_LONGLINK, _PAX, _PAX_SOLARIS, tarfile.XGLTYPE)
 
 
@@ -242,7 +244,7 @@ def walk(
     Raises:
         TarError: the archive is damaged.
     """
-    place, pending = start, _Pending()
+    place, pending = start, None
     sound = start  # where the last complete member ended
 
     def damage(what: str, truncated: bool = False) -> TarError:
@@ -251,7 +253,7 @@ def walk(
     while True:
         block = read(BLOCK)
         if len(block) < BLOCK:
-            if block or pending.start >= 0:
+            if block or pending is not None:
                 raise damage("it ends inside a header", True)
             raise damage("it ends without an end-of-archive marker, so its rest may be missing", True)
         try:
@@ -261,11 +263,9 @@ def walk(
         if header is None:
             if any(block.strip(b"\0") for block in iter(lambda: read(_REST), b"")):
                 raise damage("a block of zeros, which ends an archive, comes before more data")
-            if pending.of_one:
+            if pending is not None and pending.of_one:
                 raise damage("it ends after an extended header, so the file that this belongs to is missing", True)
             return
-        if pending.start < 0:
-            pending.start = place
         place += BLOCK
         if header.kind in _EXTENSIONS:
             if header.size > _LARGEST_EXTENSION:
@@ -274,21 +274,22 @@ def walk(
             if len(data) < padded(header.size):
                 raise damage("it ends inside a header", True)
             place += len(data)
+            pending = pending or _Pending()
             try:
                 pending.add(header.kind, data, header.size)
             except ValueError as error:
                 raise damage(str(error)) from None
             continue
-        name = header.name if pending.name is None else pending.name
-        size = header.size if pending.size is None else pending.size
+        name, size = header.name, header.size
+        if pending is not None:
+            name, size = pending.applied(header)
         taken = None
-        if header.kind in _REGULAR and not (header.kind == tarfile.AREGTYPE and header.name.endswith(b"/")):
-            text = name.decode("utf-8", "surrogateescape")
-            taken = yield Member(pending.start, place, size, text), block
+        if header.is_file:
+            taken = yield Member(sound, place, size, name.decode("utf-8", "surrogateescape")), block
         if not taken:
             skip(padded(size))
         place += padded(size)
-        sound, pending = place, _Pending()
+        sound, pending = place, None
 
 
 def parse_members(data: bytes, archive: str, start: int) -> list[tuple[str, bytes]]:
@@ -307,11 +308,10 @@ def parse_members(data: bytes, archive: str, start: int) -> list[tuple[str, byte
     while place < length:
         try:
             block = data[place : place + BLOCK]
-            header = _parse_header(block, known=True) if len(block) == BLOCK else None
+            header = _parse_header(block) if len(block) == BLOCK else None
             if header is None:
                 raise ValueError("no header where the index has one")
             name, size, kind = header
-            is_folder = kind == tarfile.AREGTYPE and name.endswith(b"/")
             place += BLOCK
             if kind in _EXTENSIONS:
                 pending = pending or _Pending()
@@ -321,10 +321,8 @@ def parse_members(data: bytes, archive: str, start: int) -> list[tuple[str, byte
         except ValueError as error:
             raise TarError(archive, start + place, str(error)) from None
         if pending is not None:
-            name = name if pending.name is None else pending.name
-            size = size if pending.size is None else pending.size
-            pending = None
-        if kind in _REGULAR and not is_folder:
+            (name, size), pending = pending.applied(header), None
+        if header.is_file:
             if place + size > length:
                 raise TarError(archive, start + place, "a file ends beyond where the index has it")
             found.append((name.decode("utf-8", "surrogateescape"), data[place : place + size]))
@@ -362,134 +360,3 @@ def _collect(file: BinaryIO, name: str) -> TarIndex:
     headers, offsets, sizes = (np.array([member[field] for member in members], dtype=np.int64) for field in range(3))
     names = np.array([member.name.encode("utf-8", "surrogateescape") for member in members], dtype=np.bytes_)
     return TarIndex(headers, offsets, sizes, names, end, checksum, damage)
-
-
-# --- scanning for headers ---------------------------------------------------------------------------------------------
-
-_ROWS = 8192  # headers parsed at once
-
-
-def _scan(data: npt.NDArray[np.uint8], name: str) -> TarIndex | None:
-    """Index by searching every block for the magic: many times faster than walking. None if walking must decide."""
-    count = data.size // BLOCK
-    blocks = data[: count * BLOCK].reshape(count, BLOCK)
-    found = np.flatnonzero(blocks[:, 257] == ord("u"))
-    for place, letter in enumerate(b"star", 258):
-        found = found[blocks[found, place] == letter]
-    if not found.size or found[0] != 0:
-        return None
-    fields = _fields(blocks, found)
-    if fields is None:
-        return None
-    kinds, sizes, sound, heads = fields
-    following = found + 1 + (sizes + BLOCK - 1) // BLOCK
-    kept = _chain(found, following)
-    if kept is not None:
-        found, kinds, sizes, sound, heads, following = (
-            each[kept] for each in (found, kinds, sizes, sound, heads, following)
-        )
-    # The chain must end in a block of zeros, and every header must be sound. Otherwise walking finds out what is wrong.
-    last = int(following[-1])
-    if not sound.all() or last >= count or data[last * BLOCK :].any():
-        return None
-    regular = np.isin(kinds, np.frombuffer(b"0\x007", np.uint8))
-    extended = np.isin(kinds, np.frombuffer(b"xLKXg", np.uint8))
-    if not (regular | extended | np.isin(kinds, np.frombuffer(b"123456", np.uint8))).all():
-        return None
-    if extended.any() and _renames(blocks, found[extended], kinds[extended], sizes[extended]):
-        return None
-    if extended[-1] or (extended[1:] & extended[:-1]).any():
-        return None
-    # A member begins with the extended header before it.
-    begins = found.copy()
-    after = np.flatnonzero(extended) + 1
-    begins[after] = found[after - 1]
-    heads = heads[regular]
-    names = np.ascontiguousarray(heads[:, :100]).view("S100").reshape(-1)
-    slashed = (kinds[regular] == 0) & np.char.endswith(names, b"/") if (kinds[regular] == 0).any() else None
-    if slashed is not None and slashed.any():
-        return None
-    return TarIndex(
-        begins[regular] * BLOCK,
-        (found[regular] + 1) * BLOCK,
-        sizes[regular],
-        names,
-        last * BLOCK,
-        zlib.crc32(heads.tobytes()),
-        None,
-    )
-
-
-_Fields = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]
-
-
-def _fields(blocks: npt.NDArray[np.uint8], found: npt.NDArray[np.int64]) -> _Fields | None:
-    """Each header's kind, size, whether its checksum is right, and first 156 bytes; None for rare notations."""
-    kinds = np.empty(found.size, np.uint8)
-    sizes = np.empty(found.size, np.int64)
-    sound = np.empty(found.size, bool)
-    heads = np.empty((found.size, 156), np.uint8)
-    powers = 8 ** np.arange(10, -1, -1, dtype=np.int64)
-    for first in range(0, found.size, _ROWS):
-        part = slice(first, first + _ROWS)
-        rows = blocks[found[part]]
-        kinds[part] = rows[:, 156]
-        digits = rows[:, 124:135].astype(np.int64) - ord("0")
-        stated = rows[:, 148:154].astype(np.int64) - ord("0")
-        letters = rows[:, :100] != 0
-        # Walking parses everything other than zero-padded octal numbers, and names that use the prefix field or have
-        # leftover bytes after their end.
-        if ((digits < 0) | (digits > 7)).any() or ((stated < 0) | (stated > 7)).any():
-            return None
-        if (rows[:, [135, 154, 155]] & 0xDF).any():  # the numbers end in zeros and spaces
-            return None
-        if rows[:, 345].any() or (letters[:, 1:] > letters[:, :-1]).any():
-            return None
-        sizes[part] = digits @ powers
-        without_data = (kinds[part] >= ord("1")) & (kinds[part] <= ord("6"))
-        sizes[part][without_data] = 0
-        heads[part] = rows[:, :156]
-        sums = _byte_sums(rows) - rows[:, 148:156].sum(axis=1, dtype=np.int64) + 8 * ord(" ")
-        sound[part] = sums == stated @ powers[-6:]
-    return kinds, sizes, sound, heads
-
-
-def _byte_sums(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Sums of 512 bytes each, in lanes of 16 bits. Each lane adds 128 bytes, too few to overflow."""
-    words = rows.view(np.uint64)
-    mask = np.uint64(0x00FF00FF00FF00FF)
-    lanes = (words & mask) + (words >> np.uint64(8) & mask)
-    sums: npt.NDArray[np.int64] = lanes.sum(axis=1).view(np.uint16).reshape(-1, 4).sum(axis=1, dtype=np.int64)
-    return sums
-
-
-def _chain(found: npt.NDArray[np.int64], following: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-    """Which of the blocks that look like headers are headers: those that the chain from the first one reaches.
-
-    None for all of them. Headers of an archive inside an archive are not reached.
-    """
-    if np.array_equal(following[:-1], found[1:]):
-        return None
-    successor = np.searchsorted(found, following)
-    leads_on = (successor < found.size) & (found[np.minimum(successor, found.size - 1)] == following)
-    steps, goes_on = successor.tolist(), leads_on.tolist()
-    kept = [0]
-    while goes_on[kept[-1]]:
-        kept.append(steps[kept[-1]])
-    return np.array(kept, dtype=np.int64)
-
-
-def _renames(
-    blocks: npt.NDArray[np.uint8],
-    found: npt.NDArray[np.int64],
-    kinds: npt.NDArray[np.uint8],
-    sizes: npt.NDArray[np.int64],
-) -> bool:
-    """Whether extended headers set a name or a size, which walking must parse."""
-    if (kinds != ord("x")).any() or (sizes > BLOCK).any():
-        return True
-    for first in range(0, found.size, _ROWS):
-        text = blocks[found[first : first + _ROWS] + 1].tobytes()
-        if any(word in text for word in _TELLING):
-            return True
-    return False

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["Units"]
+from ..order.keys import extend_key
+from ..randomness.streams import Streams
+from .collating import draws_nothing
+
+__all__ = ["Start", "UnitReader", "Units", "no_start"]
+
+Start = Callable[[int], None]
+"""Begins the random stream of a key."""
+
+
+def no_start(key: int) -> None:
+    """Leaves the generators as they are."""
 
 
 class Units:
@@ -48,3 +60,39 @@ class Units:
             except StopIteration:
                 return
             yield unit
+
+
+class UnitReader:
+    """Reads an iterable's units in batches, each unit and each batch under its own stream.
+
+    Args:
+        dataset: the iterable, which ``get_worker_info().dataset`` shows.
+        collate: from a list of units, or from one if `single`, to a batch.
+        single: units are handed out one by one.
+        streams: False lets the source draw from the caller's generators.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], single: bool, streams: bool) -> None:
+        self.dataset, self._collate, self._single = dataset, collate, single
+        self._plain_collate = draws_nothing(collate)
+        self._streams = Streams(dataset, collate) if streams else None
+        self._opened: tuple[int, int, int] | None = None  # session, seed and epoch of the pass
+        self._source = Units(iter(()))
+        self._sample_key = 0
+
+    def _under(self) -> contextlib.AbstractContextManager[Start]:
+        """A context in which a stream begins with each key that is given."""
+        return contextlib.nullcontext(no_start) if self._streams is None else self._streams
+
+    def _units(self, count: int, start: Start) -> Iterator[Any]:
+        """The next units, as `Units.take` gives them."""
+        return self._source.take(count, lambda number: start(extend_key(self._sample_key, number)))
+
+    def _collated(self, units: list[Any], key: int, start: Start) -> Any:
+        if not self._plain_collate:
+            start(key)
+        return self._collate(units[0] if self._single else units)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker process opens its own.
+        return {**self.__dict__, "_opened": None, "_source": Units(iter(()))}

@@ -28,13 +28,13 @@ from ..loader import promises
 from ..loader.adapter import Adapter, Facts, Options, Reach, Run, Session
 from ..loader.capabilities import Capabilities, Capability
 from ..order.keys import derive_key, extend_key
-from ..randomness.streams import Purpose, Streams
+from ..randomness.streams import Purpose
 from ..samplers import length_of
 from ..state.codec import decode, encode
 from ..state.digest import checksum_of
 from ..trying import Finding
 from ..world import World
-from .units import Units
+from .units import Start, UnitReader, Units
 from .workers import Server
 
 __all__ = ["WorkerStateAdapter", "refuse_undivided"]
@@ -99,39 +99,30 @@ class _Answer(NamedTuple):
     idle: bool = False
 
 
-class _Reader:
+class _Reader(UnitReader):
     """Reads a dataset in one worker process."""
 
     request = _Request
 
     def __init__(self, loader: DataLoader[Any], streams: bool, proves: bool) -> None:
-        self.dataset: Any = loader.dataset
-        self._collate, self._size, self._drop_last = loader.collate_fn, loader.batch_size, loader.drop_last
-        self._streams = Streams(loader.dataset, loader.collate_fn) if streams else None
+        super().__init__(loader.dataset, loader.collate_fn, loader.batch_size is None, streams)
+        self._size, self._drop_last = loader.batch_size or 1, loader.drop_last
         self._proves = proves
-        self._session: int | None = None
-        self._samples = Units(iter(()))
         self._batches = 0
         self._last, self._every = 0, 1  # the batch before which a state was sent, and after how many the next one is
-        self._key = 0
 
     def __call__(self, request: _Request) -> _Answer:
         """The next batch of this worker's stream."""
         if request.start is None:
             return _Answer(idle=True)
-        if self._streams is None:
-            return self._answer(request, request.start, _nothing)
-        with self._streams as start:
-            return self._answer(request, request.start, start)
+        with self._under() as start:
+            differs = False
+            if self._opened != request[:3]:
+                self._opened = request[:3]
+                differs = self._open(request, request.start, start)
+            return _Answer(ended=True) if request.start.ended else self._next(start)._replace(differs=differs)
 
-    def _answer(self, request: _Request, position: _Position, start: Callable[[int], None]) -> _Answer:
-        differs = False
-        if self._session != request.session:
-            self._session = request.session
-            differs = self._open(request, position, start)
-        return _Answer(ended=True) if position.ended else self._next(start)._replace(differs=differs)
-
-    def _open(self, request: _Request, position: _Position, start: Callable[[int], None]) -> bool:
+    def _open(self, request: _Request, position: _Position, start: Start) -> bool:
         """Go to `position`. Returns whether the batch before it is another one than was given."""
         worker = get_worker_info()
         own = (request.rank, 0 if worker is None else worker.id + 1)
@@ -144,19 +135,19 @@ class _Reader:
                     f"{type(self.dataset).__name__} refused its own state ({type(error).__name__}: {error}): make the "
                     "dataset as it was when the state was saved"
                 ) from error
-        self._key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *own)
-        self._samples, self._batches = Units(iter(self.dataset), position.read), position.batches
+        self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *own)
+        self._source, self._batches = Units(iter(self.dataset), position.read), position.batches
         self._last, self._every = position.batches, max(len(position.state) // _BYTES_A_BATCH, 1)
         digest = position.digest
         for _ in range(0 if position.ended else position.since):
             digest = self._read_batch(start).digest
         return self._proves and bool(position.digest) and digest != position.digest
 
-    def _next(self, start: Callable[[int], None]) -> _Answer:
+    def _next(self, start: Start) -> _Answer:
         fresh, unknown = None, ""
         if self._batches - self._last >= self._every:
             try:
-                fresh = encode(self.dataset.state_dict()), self._samples.read, self._batches
+                fresh = encode(self.dataset.state_dict()), self._source.read, self._batches
             except Exception as error:  # noqa: BLE001  # raised where a state is asked for; the next batch tries again
                 unknown = self._why_unknown(error)
             else:
@@ -171,21 +162,16 @@ class _Reader:
             "return a state after each batch, or ask after another batch"
         )
 
-    def _read_batch(self, start: Callable[[int], None]) -> _Answer:
-        units = list(self._samples.take(self._size or 1, lambda number: start(extend_key(self._key, number))))
-        if not units or (self._drop_last and len(units) < (self._size or 1)):
+    def _read_batch(self, start: Start) -> _Answer:
+        units = list(self._units(self._size, start))
+        if not units or (self._drop_last and len(units) < self._size):
             return _Answer(ended=True)
         self._batches += 1
         digest = ""
         if self._proves:
             digest = f"{zlib.crc32(''.join(map(checksum_of, units)).encode()):08x}"
-        given = units if self._size is not None else units[0]
-        start(extend_key(self._key, self._samples.read, Purpose.BATCH))
-        return _Answer(self._collate(given), digest)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A worker process opens its own.
-        return {**self.__dict__, "_session": None, "_samples": Units(iter(()))}
+        key = extend_key(self._sample_key, self._source.read, Purpose.BATCH)
+        return _Answer(self._collated(units, key, start), digest)
 
 
 class WorkerStateAdapter(Adapter):
@@ -372,7 +358,3 @@ def refuse_undivided(dataset: Any, options: Options, world: World) -> None:
             f"{type(dataset).__name__} would be read by {world.world_size} ranks: pass shard=False if it divides its "
             "data by rank, or shard=True to let midepoch divide it"
         )
-
-
-def _nothing(key: int) -> None:
-    pass

@@ -36,6 +36,7 @@ from ..loader.adapter import Options, Run
 from ..order.keys import TORCH_KEYS, derive_key
 from ..randomness.streams import Purpose
 from ..summary import changed_paths, summarize
+from .collating import as_it_is
 from .private import (
     alive,
     end_when_collected,
@@ -91,22 +92,21 @@ class Server:
         self._persistent: dict[tuple[int, int], _Kept] = {}  # by process: a forked one has no workers
 
     def __call__(self, reader: Reader, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
-        """The answers of `reader`, in the order of `requests`, and a function that stops."""
+        """The answers of `reader`, in the order of `requests` (of a generator), and a function that stops."""
         theirs = self._loader
         if theirs.num_workers == 0 and not (theirs.pin_memory and torch.accelerator.is_available()):
             return map(reader, requests), _nothing
         ours = self._kept(reader) if theirs.persistent_workers else self._make(reader)
         sampler = ours.sampler
         assert isinstance(sampler, _Requests)  # _make's
-        asked = _SessionRequests(requests)
-        sampler.asked = weakref.ref(asked)
+        sampler.asked = weakref.ref(requests)
         if self._streams and ours.generator is not None:
             # Worker processes take their base seed from it, not from the caller's generator.
             ours.generator.manual_seed(derive_key(Purpose.OPENING, run.seed, run.epoch) & TORCH_KEYS)
         with _starting(ours):
             answers = iter(ours)
         stop = _nothing if theirs.persistent_workers else functools.partial(shut_down, answers)
-        return WorkerAnswers(answers, requests=asked), stop
+        return WorkerAnswers(answers, requests=requests), stop
 
     def _kept(self, reader: Reader) -> DataLoader[Any]:
         """A DataLoader whose workers stay. They start anew if one has died, or what they read has changed."""
@@ -135,7 +135,7 @@ class Server:
             _ReaderDataset(reader),
             batch_size=None,
             sampler=_Requests(),
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             num_workers=theirs.num_workers,
             pin_memory=theirs.pin_memory,
             pin_memory_device=theirs.pin_memory_device,
@@ -206,7 +206,7 @@ class WorkerAnswers:
         self,
         iterator: Iterator[Any],
         tell: Callable[[str, Exception], None] | None = None,
-        requests: _SessionRequests | None = None,
+        requests: Iterator[Any] | None = None,
     ) -> None:
         self._next, self._tell, self._requests = iterator.__next__, tell or raise_if_worker_died, requests
         self._workers = workers_of(iterator)
@@ -372,44 +372,24 @@ _CURES = {
 }
 
 
-class _SessionRequests:
-    """The requests of one session. The session keeps them alive."""
-
-    def __init__(self, requests: Iterator[Any]) -> None:
-        self.requests = requests
-
-
 class _Requests(Sampler[Any]):
-    """The sampler of our DataLoader: the requests of the running session.
+    """The sampler of our DataLoader: the requests of the running session, which keeps them alive.
 
     It refers to them weakly. They may refer to the adapter, which holds our DataLoader and its persistent workers. In a
     cycle, these would run on after the adapter is dropped, until garbage is collected.
     """
 
     def __init__(self) -> None:
-        self.asked: Callable[[], _SessionRequests | None] = _nothing
+        self.asked: Callable[[], Iterator[Any] | None] = _nothing
 
     def __iter__(self) -> Iterator[Any]:
-        return _RequestIterator(self.asked)
+        return iter(functools.partial(_next_of, self.asked), None)
 
 
-class _RequestIterator:
-    """Yields the session's requests, as plain tuples, while the session exists.
-
-    A tuple is pickled in half the time that an instance of a class takes.
-    """
-
-    def __init__(self, asked: Callable[[], _SessionRequests | None]) -> None:
-        self._asked = asked
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Any:
-        asked = self._asked()
-        if asked is None:
-            raise StopIteration
-        return (*next(asked.requests),)
+def _next_of(asked: Callable[[], Iterator[Any] | None]) -> tuple[Any, ...] | None:
+    """The next request as a plain tuple, pickled in half the time of a named one; None once the session is gone."""
+    requests = asked()
+    return None if requests is None else (*next(requests),)
 
 
 class _ReaderDataset(Dataset[Any]):
@@ -534,7 +514,3 @@ def workers_outlive_signals(source: object) -> Iterator[None]:
             yield
     finally:
         source.worker_init_fn, source.multiprocessing_context = function, context
-
-
-def _as_it_is(value: Any) -> Any:
-    return value

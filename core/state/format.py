@@ -12,6 +12,7 @@ from .witness import LONGEST
 
 __all__ = [
     "FIELDS",
+    "LONGEST_CHANGED",
     "PIECES",
     "VERSION",
     "State",
@@ -38,10 +39,14 @@ State = dict[str, Any]
 | fingerprint | JSON text: what the positions mean (order, the user's own identity of the data, ...) |
 | detail | the adapter's own part, as text: empty if the order is midepoch's |
 | witness | what one sample looked like (`midepoch.state.witness`); empty where there is none |
+| changed | JSON text: what the loop has changed in what the readers hold (`LoopChanges`); empty if nothing |
+| omit | text: the positions that epochs leave out (docs/format.md); empty if there are none |
 | checksum | CRC-32 of all the others |
 """
 
 VERSION = 1
+LONGEST_CHANGED = 160
+"""Characters of the key `changed`."""
 
 PIECES = " in pieces"
 """Ends the name of a part of a fingerprint that says what another part consists of: "NAME=DIGEST NAME=DIGEST".
@@ -51,6 +56,7 @@ It is not compared. If the other part differs, the message names the pieces that
 
 _LARGEST_INTEGER = 1 << 62  # leaves room for the epoch after the largest one
 _LARGEST_DETAIL = 64 << 20
+_LARGEST_OMIT = 3584
 
 # name: (accepted types, exclusive upper bound of integers or largest length of texts, lower bound)
 _FIELDS: dict[str, tuple[tuple[type, ...], int, int]] = {
@@ -65,6 +71,8 @@ _FIELDS: dict[str, tuple[tuple[type, ...], int, int]] = {
     "fingerprint": ((str,), 4096, 0),
     "detail": ((str,), _LARGEST_DETAIL, 0),
     "witness": ((str,), LONGEST, 0),
+    "changed": ((str,), LONGEST_CHANGED, 0),
+    "omit": ((str,), _LARGEST_OMIT, 0),
     "checksum": ((str,), 8, 8),
 }
 

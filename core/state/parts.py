@@ -155,6 +155,8 @@ def join_states(states: list[State]) -> State:
             f"the ranks do not stand at the same place (epoch, position, world size): {place}; call midepoch.gather on "
             "every rank after the same batch"
         )
+    if alone := [rank for rank, each in enumerate(states) if each["omit"] != states[0]["omit"]]:
+        raise MidepochError(f"rank {alone[0]} skips other positions than rank 0: call skip() on every rank alike")
     if all(not each["detail"] for each in states):
         return states[0]
     parts = [part_of(each["detail"], rank, len(states)) if each["detail"] else "" for rank, each in enumerate(states)]

@@ -295,7 +295,7 @@ def _foreign_types(value: Any, path: str) -> str:
     cure="continue the position from the loaded one",
 )
 def chain(examination: Examination) -> Outcome:
-    """A run that is interrupted twice continues like one that is interrupted once."""
+    """A run that is interrupted twice, or three times, in one epoch continues like one that is interrupted once."""
     examination.need_exact()
     head = examination.observed()
     places = examination.places(head)
@@ -305,12 +305,20 @@ def chain(examination: Examination) -> Outcome:
     for (epoch, cut), second in zip(places, seconds, strict=True):
         examination.sound(second, f"a resume after {cut} batches that asks for states", epoch=epoch, batch=cut)
         batches, states = second.passes[0].batches, second.passes[0].states[1:-1]
-        thirds = examination.record([examination.trial(examination.options(), state=state) for state in states])
+        thirds = examination.record(
+            [examination.trial(examination.options(), state=state, states=True) for state in states]
+        )
         for more, third in enumerate(thirds, start=1):
             what = f"cut after {cut} and again after {cut + more} batches, the batch of the run cut once"
             examination.sound(third, "a resume of a resume", epoch=epoch, batch=cut + more)
             examination.same(batches[more:], third.passes[0].batches, what, epoch=epoch, first=cut + more)
             compared = True
+        if thirds and len(thirds[0].passes[0].states) > 2:
+            again = examination.trial(examination.options(), state=thirds[0].passes[0].states[1])
+            fourth = examination.record([again])[0]
+            what = f"cut after {cut}, {cut + 1} and {cut + 2} batches, the batch of the run cut once"
+            examination.sound(fourth, "a third resume", epoch=epoch, batch=cut + 2)
+            examination.same(batches[2:], fourth.passes[0].batches, what, epoch=epoch, first=cut + 2)
     if not compared:
         return Outcome("not applicable", "an epoch has fewer than three batches, so it cannot be cut twice")
     return HOLDS

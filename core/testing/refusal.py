@@ -39,6 +39,8 @@ _NONSENSE: dict[str, tuple[Any, ...]] = {
     "adapter": (None, 0, True),
     "fingerprint": (None, 0, True),
     "witness": (None, 0, True, "!!!"),
+    "changed": (None, 0, True, "!!!"),
+    "omit": (None, 0, True, "!!!"),
 }
 
 

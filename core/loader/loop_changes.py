@@ -1,0 +1,192 @@
+"""What the training loop has changed in what the readers hold: a state says it, and a resume compares it.
+
+A loop may end an augmentation or set a probability, in `loader.source.dataset` or in the transforms that it holds. No
+order and no seed tells that. So the state names what was changed since the run's first pass, as the readers had it,
+and a run that continues within an epoch is warned of what it has not restored.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from ..errors import StateCorruptError, warn
+from ..state.format import LONGEST_CHANGED
+from ..summary import CUT_OFF, HERE, summarize
+from ..trying import Finding
+from .adapter import Adapter
+
+__all__ = ["LoopChanges", "parse"]
+
+_MOST = 8  # attributes
+_LONGEST_VALUE = 24
+_REST = "*"
+_OF_CALLERS = ".__self__."  # a method's object may be a trainer, whose counters follow the step
+
+_Look = dict[str, str]
+"""By path, the value of each attribute as a short text."""
+
+
+class LoopChanges:
+    """The attributes that the loop has changed since the run's first pass.
+
+    What reading changes is not the loop's: what moved while an epoch's first batch was read is left out. Nor is what
+    means something in one process alone, as paths and addresses do, or what only appears, as a cache does.
+
+    Attributes:
+        since_saved: a loaded state names an attribute that had another value when the next pass began.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self._known: _Look = {}  # as the readers had it
+        self._expected: _Look = {}  # of a loaded state, until a pass begins
+        self._roots: dict[str, Any] = {}  # of the pass
+        self._held: _Look | None = None  # by the readers of this epoch, of all attributes; None before the first pass
+        self._by_reading: set[str] = set()
+        self._told: set[str] = set()  # of those, what moves from pass to pass
+        self._asked, self._follows = 0, False  # states of this pass; and whether the loop changes it within one
+        self.since_saved = False
+
+    def start_as(self, other: LoopChanges) -> None:
+        """Take over what another loader of the same source knows."""
+        self._known, self._expected = dict(other._known), dict(other._expected)
+
+    def expect(self, text: str) -> None:
+        """Compare with the `text` of a loaded state when the next pass begins."""
+        self._known = parse(text)
+        self._expected, self._held = dict(self._known), None
+
+    def opened(self, inside: bool) -> None:
+        """A session was opened. `inside`: within an epoch, so what its readers had is known."""
+        self._roots = self._named()
+        look = self._look()
+        self.since_saved = any(_of(look, path) != value for path, value in self._expected.items())
+        if inside and self.since_saved:
+            self._warn(look)
+        self._expected = {}
+        if self._held is not None:
+            moved = _differing(self._held, look)
+            self._note(moved, look)
+            self._believe(moved & self._by_reading)
+        self._known = {path: _of(look, path) for path in self._known}
+        self._held, self._asked, self._follows = look, 0, False
+
+    def first_batch(self) -> None:
+        """The session's first batch was read."""
+        if self._held:
+            look = self._look()
+            self._by_reading |= _differing(self._held, look) | (self._held.keys() ^ look.keys())
+            self._known = {path: value for path, value in self._known.items() if path not in self._by_reading}
+
+    def text(self, inside: bool) -> str:
+        """For a state: JSON of at most `LONGEST_CHANGED` characters; empty if nothing has changed.
+
+        Args:
+            inside: the state is of a place within an epoch. A process that reads by itself has the values of now.
+        """
+        self._asked += 1
+        # To look takes a thousand times as long as a state: at the first one, the second, the fourth and so on.
+        if self._held and (self._follows or not self._asked & (self._asked - 1)):
+            look = self._look()
+            moved, alone = _differing(self._held, look), not getattr(self._adapter.source, "num_workers", 0)
+            self._follows |= bool(moved - self._by_reading) and alone
+            self._note(moved, look if alone and inside else self._held)
+        return _text_of(self._known) if self._known else ""
+
+    def _note(self, moved: set[str], look: _Look) -> None:
+        for path in sorted(moved - self._by_reading):
+            self._known[path] = look[path]
+
+    def _believe(self, moved: set[str]) -> None:
+        """An iterable, or a collate function, that remembers what it has read may give other batches in each pass."""
+        source = self._adapter.source
+        dataset = getattr(source, "dataset", None)
+        if hasattr(source, "state_dict") or hasattr(dataset, "state_dict"):
+            return  # what it remembers is in its state
+        indexed = not isinstance(dataset, IterableDataset)
+        kept = sorted(path for path in moved - self._told if not (indexed and path.startswith("dataset")))
+        if kept:
+            self._told.update(kept)
+            why = f"{', '.join(kept[:3])} moves from pass to pass as it is read"
+            self._adapter.note(Finding(untried=why, order=not all(path.startswith("collate_fn") for path in kept)))
+
+    def _named(self) -> dict[str, Any]:
+        """The objects whose code reads, by the names that messages give them."""
+        source, roots = self._adapter.source, dict[str, Any]()
+        for each in self._adapter.drawing():
+            names = (name for name in ("dataset", "collate_fn") if getattr(source, name, None) is each)
+            roots.setdefault(next(names, type(each).__name__), each)
+        return roots
+
+    def _look(self) -> _Look:
+        values: dict[str, Any] = {}
+        found = summarize(values, **self._roots) if self._roots else {}
+        return {
+            path: _short(values.get(path), crc)
+            for path, crc in found.items()
+            if not path.endswith(HERE) and path != CUT_OFF and _OF_CALLERS not in path
+        }
+
+    def _warn(self, look: _Look) -> None:
+        differing = [
+            f"{path} was {value} for the readers, is {_of(look, path)} now"
+            for path, value in self._expected.items()
+            if _of(look, path) != value
+        ]
+        them = "it" if len(differing) == 1 else "them"
+        warn(f"{'; '.join(differing)}: restore {them} before the first batch")
+
+
+def _differing(before: _Look, after: _Look) -> set[str]:
+    return {path for path, value in after.items() if before.get(path, value) != value}
+
+
+def _of(look: Mapping[str, str], path: str) -> str:
+    return look.get(path, "not set")
+
+
+def _short(value: Any, crc: int) -> str:
+    """A number or a short text as it is written, and of all else the CRC."""
+    text = "" if value is None else repr(value)
+    return text if 0 < len(text) <= _LONGEST_VALUE else f"#{crc:08x}"
+
+
+def _text_of(known: _Look) -> str:
+    """Those with the shortest paths, and a CRC of the others, which tells that they have changed."""
+    some: _Look = {}
+    ordered = sorted(known, key=lambda path: (len(path), path))
+    for number, path in enumerate(ordered):
+        rest = ordered[number + 1 :]
+        more = {**some, path: known[path], **({_REST: "#00000000"} if rest else {})}
+        if len(some) == _MOST or len(_dumped(more)) > LONGEST_CHANGED:
+            others = [(path, known[path]) for path in ordered[number:]]
+            some[_REST] = f"#{zlib.crc32(repr(others).encode()):08x}"
+            break
+        some[path] = known[path]
+    return _dumped(some)
+
+
+def _dumped(some: _Look) -> str:
+    return json.dumps(some, separators=(",", ":"))
+
+
+def parse(text: str) -> dict[str, str]:
+    """The attributes that a state's text names, with their values.
+
+    Raises:
+        StateCorruptError: it is none that `LoopChanges.text` writes.
+    """
+    if not text:
+        return {}
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError):
+        parsed = None
+    if isinstance(parsed, dict) and len(parsed) <= _MOST + 1 and all(type(each) is str for each in parsed.values()):
+        return {path: value for path, value in parsed.items() if path != _REST}
+    raise StateCorruptError("the state's `changed` names no attributes and values: use an undamaged state")

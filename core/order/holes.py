@@ -1,0 +1,116 @@
+"""Positions of an epoch that are left out. The others are numbered: these numbers are *places*.
+
+A `Share` divides places as it divides positions, and each place leads back to its position, whose index and random
+stream it has. So nothing else knows of holes.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from math import gcd
+from operator import sub
+
+__all__ = ["MOST_HOLES", "Holes", "parse_skips", "text_of_skips"]
+
+MOST_HOLES = 512
+"""Intervals in a state, of all epochs together."""
+
+LONGEST = 3584
+"""Characters of all of them in a state."""
+
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_PART = re.compile(r"(\d{1,19}):([0-9a-z]{1,12}(?:\.[0-9a-z]{1,12}\.[0-9a-z]{1,12})+)")
+
+
+class Holes:
+    """Sorted, disjoint intervals of positions that do not touch. Frozen; made of any intervals, in any order."""
+
+    __slots__ = ("_before", "_places", "starts", "stops", "total")
+
+    def __init__(self, intervals: Iterable[tuple[int, int]] = ()) -> None:
+        self.starts, self.stops = list[int](), list[int]()
+        for start, stop in sorted(each for each in intervals if each[0] < each[1]):
+            if self.stops and start <= self.stops[-1]:
+                self.stops[-1] = max(stop, self.stops[-1])
+            else:
+                self.starts.append(start)
+                self.stops.append(stop)
+        # Positions left out before each interval, and places before each, which increase strictly.
+        self._before: list[int] = [0, *accumulate(map(sub, self.stops, self.starts))]
+        self._places: list[int] = list(map(sub, self.starts, self._before))
+        self.total = self._before[-1]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self.starts, self.stops, strict=True)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def position_of(self, place: int) -> int:
+        """The position of a place."""
+        return place + self._before[bisect_right(self._places, place)]
+
+    def place_of(self, position: int) -> int:
+        """How many places lie before a position."""
+        i = bisect_right(self.starts, position)
+        inside = max(0, self.stops[i - 1] - position) if i else 0
+        return position - self._before[i] + inside
+
+    def spans(self, first: int, last: int) -> list[tuple[int, int]]:
+        """The positions of the places [first, last), as intervals."""
+        i, found, places = bisect_right(self._places, first), [], self._places
+        while first < last:
+            until = min(last, places[i]) if i < len(places) else last
+            found.append((first + self._before[i], until + self._before[i]))
+            first, i = until, i + 1
+        return found
+
+    def text(self) -> str:
+        """A unit; then, in units, the distance of each interval from the end of the one before, and its length."""
+        ends = [0, *(end for interval in self for end in interval)]
+        steps = list(map(sub, ends[1:], ends))
+        unit = gcd(*steps) or 1
+        return ".".join(map(_base_36, [unit, *(step // unit for step in steps)]))
+
+    @classmethod
+    def parse(cls, text: str) -> Holes:
+        """The intervals of a text."""
+        unit, *steps = (int(number, 36) for number in text.split("."))
+        ends = list(accumulate((unit * step for step in steps), initial=0))
+        return cls(zip(ends[1::2], ends[2::2], strict=True))
+
+
+def _base_36(number: int) -> str:
+    text = ""
+    while number:
+        number, digit = divmod(number, 36)
+        text = _DIGITS[digit] + text
+    return text or "0"
+
+
+def text_of_skips(skips: dict[int, Holes], epoch: int) -> str:
+    """What an epoch and later ones leave out, as text: ``EPOCH:HOLES EPOCH:HOLES``; empty without holes.
+
+    Raises:
+        ValueError: there are too many intervals for a state.
+    """
+    parts = {each: holes for each, holes in sorted(skips.items()) if each >= epoch and holes.total}
+    text, count = " ".join(f"{each}:{holes.text()}" for each, holes in parts.items()), sum(map(len, parts.values()))
+    if count > MOST_HOLES or len(text) > LONGEST:
+        raise ValueError(f"{count} intervals in {len(text)} characters, and a state holds {MOST_HOLES} in {LONGEST}")
+    return text
+
+
+def parse_skips(text: str) -> dict[int, Holes]:
+    """The epochs of such a text. Raises ValueError unless `text_of_skips` has written it."""
+    found = {}
+    for part in text.split():
+        if (match := _PART.fullmatch(part)) is None:
+            raise ValueError(f"{part!r:.40} is not EPOCH:INTERVALS")
+        found[int(match[1])] = Holes.parse(match[2])
+    if text_of_skips(found, 0) != text:
+        raise ValueError(f"{text!r:.40} is not as midepoch writes it")
+    return found

@@ -1,0 +1,1379 @@
+"""DALI, as it is and fed by midepoch: the laws, what is refused, and what happens to bad data."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.places import ROOT
+
+pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed (pip install midepoch[dali])")
+pytest.importorskip("PIL", reason="pillow, which writes the images, is not installed (pip install midepoch[demo])")
+
+import nvidia.dali
+from nvidia.dali import fn, pipeline_def, types
+from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+from PIL import Image
+
+import midepoch
+from midepoch import World
+from midepoch.adapters import dali
+from midepoch.adapters.dali import wire
+from midepoch.adapters.dali.checkpointed import Checkpoint
+from midepoch.adapters.dali.random import _first_that_fits
+from midepoch.adapters.dali.readers import _Files
+from midepoch.adapters.dali.sizes import Sizes, jpeg_size
+from midepoch.errors import SourceError, StateCorruptError, StateError, StateMismatchError
+from midepoch.errors import UnsupportedSourceError as Unsupported
+from midepoch.state.codec import encode
+from midepoch.testing import check_resumable, digest
+from support import dali_sources as sources
+from support import forking
+from support.dali_sources import draws, identify, native, sampled
+
+EXAMPLES = ROOT / "examples"
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(sources.write_images(tmp_path_factory.mktemp("dali")))
+
+
+def content(batch: Any) -> str:
+    return digest(batch)
+
+
+def ids(loader: Any, batches: int | None = None) -> list[list[int]]:
+    found = []
+    for batch in loader:
+        found.append(identify(batch))
+        if len(found) == batches:
+            break
+    return found
+
+
+# --- files that change ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def moved(root: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The same files elsewhere, written at another time; and files of the same names with each other's contents."""
+    copied, changed = (tmp_path_factory.mktemp("moved") / name for name in ("copied", "changed"))
+    shutil.copytree(root, copied, copy_function=shutil.copyfile)
+    shutil.copytree(root, changed)
+    sources.swap_contents(changed)
+    return str(copied), str(changed)
+
+
+@pytest.mark.parametrize("reader", ["numpy", "webdataset"])
+@pytest.mark.parametrize("cut", [4, 14])
+def test_changed_files_are_told_and_moved_ones_are_not(
+    root: str, moved: tuple[str, str], reader: str, cut: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    def rest(batches: Any) -> Any:
+        return torch.cat([batch[0]["label"].clone() for batch in batches])
+
+    copied, changed = moved
+    with sources.found(root, reader) as loader:
+        batches = iter(loader)
+        for _ in range(cut):
+            next(batches)
+        state = json.loads(json.dumps(loader.state_dict()))
+        assert state["witness"].startswith("0/")
+        assert (state["epoch"], state["position"]) == ((0, 12) if cut == 4 else (1, 0))
+        following = rest(batches if cut == 4 else loader)
+    for rank, verify in ((0, "sample"), (1, "strict"), (0, "off")):
+        with sources.found(copied, reader, rank, rank + 1, verify) as loader:
+            loader.load_state_dict(state)
+            went_on = rest(loader)
+        assert rank or torch.equal(went_on, following)
+    told = [warning for warning in recwarn.list if warning.category is midepoch.MidepochWarning]
+    assert not told, [str(warning.message) for warning in told]
+    with sources.found(changed, reader) as loader:
+        loader.load_state_dict(state)
+        within: Any = pytest.raises(StateMismatchError, match="the first of epoch 0, is another one than")
+        at_boundary = pytest.warns(midepoch.MidepochWarning, match="the first of epoch 0, is another one than")
+        with within if cut == 4 else at_boundary:
+            next(iter(loader))
+    with sources.found(changed, reader, verify="warn") as loader:
+        loader.load_state_dict(state)
+        with pytest.warns(midepoch.MidepochWarning, match="is another one") as recorded:
+            assert len(list(loader)) > 1
+        assert len(recorded) == 1
+
+
+def test_the_witness_is_the_same_on_every_rank(root: str) -> None:
+    witnesses = set()
+    for rank in range(2):
+        with sources.found(root, "numpy", rank, 2) as loader:
+            next(iter(loader))
+            witnesses.add(loader.state_dict()["witness"])
+    assert len(witnesses) == 1 and "" not in witnesses
+    with native(root=root, reader="numpy") as loader:
+        next(iter(loader))
+        assert loader.state_dict()["witness"] == ""
+
+
+# --- the laws --------------------------------------------------------------------------------------------------------
+
+NATIVE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"reader": "file"}, {"world_sizes": (1, 2, 3)}),
+    ({"reader": "file", "size": 17, "pad_last_batch": True, "policy": "PARTIAL", "kind": "ragged"}, {"laws": "few"}),
+    ({"reader": "file", "size": 20, "auto_reset": True}, {"laws": "few"}),  # epochs differ in length
+    ({"reader": "numpy", "policy": "DROP", "stick_to_shard": True, "state_shards": True}, {"world_sizes": (2,)}),
+    ({"reader": "webdataset", "size": 40, "batch_size": 5, "pipelines": 2}, {"laws": "few"}),
+    ({"reader": "file", "shuffle_after_epoch": True, "pipeline": {"exec_dynamic": False}}, {"laws": "few"}),
+    ({"prepare": False, "kind": "ragged", "pipeline": {"enable_checkpointing": True, "exec_dynamic": False},
+      "pipelines": 2, "size": 20, "pad_last_batch": True, "policy": "PARTIAL"}, {"laws": "few"}),
+]  # fmt: skip
+FEW = ("determinism", "tail", "next epoch", "boundary", "observer", "delivery")
+
+
+DRAWS_ITSELF = (*FEW, "chain", "guest")
+
+
+@pytest.mark.parametrize("make", [native, sampled])
+def test_what_then_draws_goes_on_exactly(make: Any, root: str) -> None:
+    report = check_resumable(
+        functools.partial(make, root=root, reader="numpy", then=sources.noisy), quick=True, shuffled=True,
+        world_sizes=(1, 2), laws=DRAWS_ITSELF, identify=identify, draws=draws,
+    )  # fmt: skip
+    assert all(verdict.status == "holds" for verdict in report.verdicts), str(report)
+
+
+@pytest.mark.parametrize(("options", "how"), NATIVE, ids=lambda value: "-".join(map(str, value.values()))[:60])
+def test_native_laws(root: str, options: dict[str, Any], how: dict[str, Any]) -> None:
+    laws = FEW if how.get("laws") == "few" else None
+    worlds = how.get("world_sizes", (1,))
+    report = check_resumable(
+        functools.partial(native, root=root, **options),
+        quick=True, shuffled=True, world_sizes=worlds, laws=laws, identify=identify, draws=draws,
+    )  # fmt: skip
+    refused = dict.fromkeys(("topology", "reshard"), "refused clearly")
+    allowed = {**refused, "cost": "not applicable", "any item": "not applicable"}
+    allowed["witness"] = "not applicable"  # one sample of DALI's own reader cannot be read
+    for verdict in report.verdicts:
+        assert verdict.status == allowed.get(verdict.law, "holds"), str(report)
+
+
+SAMPLED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"reader": "file"}, {"world_sizes": (1, 2, 3)}),
+    ({"reader": "webdataset", "size": 40, "batch_size": 6, "drop_last": True, "prepare": False}, {"drop_last": True}),
+    ({"reader": "numpy", "size": 17, "tail": "uneven", "kind": "ragged"}, {"tail": "uneven"}),
+    ({"reader": "numpy", "size": 16, "tail": "drop", "pipeline": {"exec_dynamic": False}}, {"tail": "drop"}),
+]
+
+
+@pytest.mark.parametrize(("options", "how"), SAMPLED, ids=lambda value: "-".join(map(str, value.values()))[:60])
+def test_sampled_laws(root: str, options: dict[str, Any], how: dict[str, Any]) -> None:
+    report = check_resumable(
+        functools.partial(sampled, root=root, **options),
+        quick=True, shuffled=True, identify=identify, draws=draws, state_bytes=512,
+        **{"world_sizes": (1, 3), "laws": (*FEW, "partition", "topology"), **how} if how != SAMPLED[0][1] else how,
+    )  # fmt: skip
+    for verdict in report.verdicts:
+        allowed = {"cost": "not applicable", "any item": "not applicable", "transparent": "not applicable"}
+        assert verdict.status == allowed.get(verdict.law, "holds"), str(report)
+
+
+def test_pipelines_are_ended_when_they_are_let_go_not_when_garbage_is_collected(root: str) -> None:
+    """Somebody else refers to each, as garbage in a cycle does. Their threads would call Python for ever."""
+    make = sources.MakeCallback("python", root, False)
+    made: list[Any] = []
+
+    def factory(checkpointing: dict[str, Any]) -> Any:
+        made.append(make(checkpointing))
+        return made[-1]
+
+    def ended() -> list[bool]:
+        return [pipeline._pipe is None for iterator in made for pipeline in iterator._pipes]
+
+    loader = midepoch.wrap(dali.factory(factory))
+    batches = iter(loader)
+    next(batches)
+    state, length = loader.state_dict(), len(loader)
+    second = content(next(batches))
+    assert ended() == [False]
+    loader.load_state_dict(state)
+    next(iter(loader))
+    assert ended() == [True, False]
+    loader.close()
+    assert ended() == [True, True]
+    loader.load_state_dict(state)  # what the pipelines said of their readers is known
+    assert len(loader) == length and content(next(iter(loader))) == second
+
+
+def lambda_free_identify(batch: Any) -> list[int]:
+    return [abs(label) for label in identify(batch)]
+
+
+# --- native: what the user had, and nothing else ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["FILL", "DROP", "PARTIAL"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_batches_and_lengths_are_those_of_the_bare_iterator(root: str, policy: str, padded: bool, shards: int) -> None:
+    options = {"random_shuffle": True, "initial_fill": 7, "pad_last_batch": padded}
+
+    def make() -> Any:
+        made = sources.native_pipeline(root, 20, "file", (shards - 1, shards), options, batch_size=3, seed=11)
+        arguments = {"reader_name": "Reader", "last_batch_policy": LastBatchPolicy[policy], "auto_reset": True}
+        return DALIGenericIterator([made], ["label", "data", "random"], **arguments)
+
+    bare = make()
+    expected = [[content(batch) for batch in bare] for _ in range(5)]
+    loader = midepoch.wrap(make(), world=World(), shard=False)
+    always = policy != "FILL" or padded  # else DALI takes an epoch's last batch partly from the next one
+    for epoch, batches in enumerate(expected):
+        assert (len(loader), loader.epoch) == (len(batches) if always else len(expected[0]), epoch)
+        if always:
+            assert loader.batches_left == len(batches)
+        else:
+            with pytest.raises(TypeError, match="no length"):
+                _ = loader.batches_left
+        found = []
+        for batch in loader:
+            found.append(content(batch))
+            assert loader.batches_done == (len(found) if len(found) < len(batches) or not always else 0)
+        assert found == batches
+    # A state from any epoch goes on in the same epoch, whatever its length.
+    state = loader.state_dict()
+    again = midepoch.wrap(make(), world=World(), shard=False)
+    again.load_state_dict(state)
+    assert [content(batch) for batch in again] == [content(batch) for batch in bare]
+
+
+def test_the_iterator_of_a_tutorial_unchanged(root: str) -> None:
+    loader = midepoch.wrap(sources.classification(root))
+    assert type(loader.source).__name__ == "DALIClassificationIterator"
+    head = [content(batch) for _, batch in zip(range(3), loader, strict=False)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    rest = [content(batch) for batch in loader_after(loader, state)]
+    fresh = midepoch.wrap(sources.classification(root))
+    assert [content(batch) for batch in fresh] == head + rest
+    fresh.load_state_dict(state)
+    assert [content(batch) for batch in fresh] == rest
+
+
+def loader_after(loader: Any, state: dict[str, Any]) -> Any:
+    loader.load_state_dict(state)
+    return loader
+
+
+def test_stop_iteration_is_never_swallowed(root: str) -> None:
+    for auto_reset in (False, True):
+        loader = native(root=root, auto_reset=auto_reset)
+        iterator = iter(loader)
+        for _ in range(len(loader)):
+            next(iterator)
+        state = loader.state_dict()
+        for _ in range(2):
+            with pytest.raises(StopIteration):
+                next(iterator)
+        loader.load_state_dict(state)
+        assert len(list(loader)) == 6
+
+
+def test_a_pipeline_without_a_seed_takes_midepochs(root: str) -> None:
+    @pipeline_def(batch_size=4, num_threads=1, device_id=None)
+    def unseeded() -> Any:
+        label = fn.readers.numpy(file_root=f"{root}/npy", name="Reader", random_shuffle=True, initial_fill=7)
+        return label, fn.random.uniform()
+
+    def make(seed: int | None = None) -> Any:
+        return midepoch.wrap(DALIGenericIterator([unseeded()], ["label", "random"], reader_name="Reader"), seed=seed)
+
+    first, same, other = ([content(batch) for batch in make(seed)] for seed in (5, 5, 6))
+    assert first == same != other
+    loader = make(5)
+    next(iter(loader))
+    resumed = make()
+    resumed.load_state_dict(loader.state_dict())
+    assert [content(batch) for batch in resumed] == first[1:]
+    with pytest.raises(StateMismatchError, match="the seed differs"):
+        make(6).load_state_dict(loader.state_dict())
+
+
+def test_random_augment_fits_the_state(root: str) -> None:
+    from nvidia.dali.auto_aug import rand_augment
+
+    @pipeline_def(batch_size=3, num_threads=2, device_id=None, seed=3, enable_conditionals=True)
+    def augmented() -> Any:
+        encoded, label = fn.readers.file(file_root=f"{root}/jpeg", name="Reader", random_shuffle=True)
+        image = fn.resize(fn.decoders.image(encoded), resize_x=16, resize_y=16)
+        return label, rand_augment.rand_augment(image, n=2, m=9)
+
+    def make() -> Any:
+        return midepoch.wrap(DALIGenericIterator([augmented()], ["label", "data"], reader_name="Reader"))
+
+    loader = make()
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)
+    state = loader.state_dict()
+    assert 2000 < len(json.dumps(state)) <= 16384
+    assert [content(batch) for batch in iterator] == [content(batch) for batch in loader_after(make(), state)]
+
+
+def test_epochs_go_on_in_the_same_pipeline(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from midepoch.adapters.dali import graph
+    from midepoch.adapters.dali import native as module
+
+    built = []
+
+    def build(*arguments: Any) -> Any:
+        built.append(1)
+        return graph.build(*arguments)
+
+    monkeypatch.setattr(module, "build", build)
+    loader = native(root=root)
+    for _ in range(3):
+        list(loader)
+    loader.close()
+    assert len(built) == 1
+    list(loader)
+    assert len(built) == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [[1], 7, None, [[1, 4], 1], [[1], [1], []], [[1, 4.0], [1], [b""]], [[1, 4], ["1"], [b""]], [[1, 4], [], [b""]],
+     [[1, 4], [0, 1], [b""]], [[1, 4], [2, "1"], [b""]], [[1, 4], [1], ["text"]], [[1, 4], [1], 5], [[1, 4], [1], []],
+     [[1, 4, 5], [1], [b""]]],
+    ids=str,
+)  # fmt: skip
+def test_what_is_sealed_and_no_checkpoint_is_refused(content: Any) -> None:
+    """As only somebody who knows the seal can make it."""
+    with pytest.raises(StateCorruptError, match="part of the state is invalid"):
+        Checkpoint.of(encode(content))
+    whole = Checkpoint((1, 4), (2, 1), (b"", b"2"))
+    assert Checkpoint.of(whole.text()) == whole
+
+
+def test_where_only_a_checkpoint_leads_is_refused_and_the_loader_stays(root: str) -> None:
+    with native(root=root) as loader:
+        given = iter(loader)
+        expected = [identify(next(given)) for _ in range(2)]
+        for elsewhere in ({"position": 4}, {"epoch": 1, "position": 3}, {"epoch": 2}, {"epoch": 0}):
+            with pytest.raises(StateError, match="load a state instead of seeking"):
+                loader.seek(**elsewhere)
+        with pytest.raises(StateError, match=r"does not lead to epoch 9, position 0: load a state"):
+            loader.set_epoch(9)
+        assert (loader.epoch, loader.position) == (0, 2)
+        expected += [identify(batch) for batch in given]
+    assert expected == ids(native(root=root))
+
+
+def test_a_factory_is_called_for_each_resume_and_its_iterator_is_not_run_before(root: str) -> None:
+    made: list[Any] = []
+
+    def make(checkpointing: dict[str, Any]) -> Any:
+        made.append(sources.MakeCallback("python", root, False)(checkpointing))
+        assert not made[-1]._ever_scheduled
+        return made[-1]
+
+    with midepoch.wrap(dali.factory(make)) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        state = loader.state_dict()
+        rest = [content(batch) for batch in iterator] + [content(batch) for batch in loader]
+        assert len(made) == 1
+    with midepoch.wrap(dali.factory(make)) as loader:
+        loader.load_state_dict(state)
+        assert [content(batch) for _ in range(2) for batch in loader] == rest
+    assert len(made) == 3
+
+
+def test_a_folder_is_told_by_all_names_in_it(root: str, tmp_path: Path) -> None:
+    from midepoch.adapters.dali import graph
+
+    for name in ("a/x.jpg", "a/b/z.jpg", "b/.hidden", "\udcff/1.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    told = b"".join(graph._content(tmp_path))
+    for name in ("a/b/z.jpg", "\udcff/1.jpg"):
+        (tmp_path / name).rename(tmp_path / f"{name}g")
+        assert b"".join(graph._content(tmp_path)) != told
+        (tmp_path / f"{name}g").rename(tmp_path / name)
+        assert b"".join(graph._content(tmp_path)) == told
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_next_epoch_after_a_break_is_reached_by_reading(root: str, padded: bool) -> None:
+    make = functools.partial(native, root=root, size=20, pad_last_batch=padded)
+    epochs = [ids(loader) for loader in [make()] for _ in range(3)]
+    rest = len(epochs[0]) - 2
+    thrown_away = f"has read the rest of epoch 0, {rest} batches from position 2 on, and thrown it away"
+    with make() as loader:
+        assert ids(loader, 2) == epochs[0][:2]
+        with pytest.warns(midepoch.MidepochWarning, match=thrown_away):
+            assert ids(loader) == epochs[1]
+        assert ids(loader) == epochs[2]
+    with make() as loader:
+        ids(loader, 2)
+        loader.set_epoch(1)
+        state = loader.state_dict()
+    for _ in range(2):  # as it is in a later process too
+        with make() as loader, pytest.warns(midepoch.MidepochWarning, match=thrown_away):
+            loader.load_state_dict(state)
+            assert ids(loader) == epochs[1]
+
+
+def test_sharded_by_midepoch_or_refused_by_name(root: str) -> None:
+    parts = [ids(native(rank, 3, root=root)) for rank in range(3)]
+    assert sorted(label for part in parts for batch in part for label in batch) == list(range(18))
+    stated = [ids(native(rank, 3, root=root, state_shards=True)) for rank in range(3)]
+    assert parts == stated
+    wrong = native(1, 2, root=root, num_shards=3, shard_id=1)
+    with pytest.raises(Unsupported, match=r"num_shards=3, shard_id=1.*rank 1 of 2: write num_shards=2, shard_id=1"):
+        next(iter(wrong))
+    made = dali.factory(sources.MakeCallback("python", root, False))
+    with pytest.raises(Unsupported, match="write num_shards=2, shard_id=0, or pass shard=False"):
+        len(midepoch.wrap(made, world=World(0, 2)))
+    assert len(midepoch.wrap(made, world=World(0, 2), shard=False)) == 10
+
+
+def test_several_pipelines_in_one_process(root: str) -> None:
+    parts = [native(rank, 2, root=root, pipelines=2, size=24) for rank in range(2)]
+    batches = [list(part) for part in parts]
+    assert [len(batch) for part in batches for batch in part] == [2] * 4
+    assert sorted(label for part in batches for batch in part for label in identify(batch)) == list(range(24))
+
+
+@pytest.mark.parametrize("kind", ["external", "python"])
+def test_graphs_that_call_python_need_a_factory_whose_laws_hold(root: str, kind: str) -> None:
+    with pytest.raises(Unsupported, match=r"calls python .*dali\.factory.*your_pipeline\(\*\*checkpointing\)"):
+        midepoch.wrap(sources.MakeCallback(kind, root, False)({}))
+    report = check_resumable(
+        functools.partial(sources.from_factory, kind, root), quick=True, shuffled=True, laws=FEW,
+        identify=lambda_free_identify, draws=draws,
+    )  # fmt: skip
+    assert report.holds, str(report)
+
+
+def test_a_parallel_source_through_a_factory(root: str) -> None:
+    loader = sources.from_factory("external", root, parallel=True)
+    head = [content(batch) for _, batch in zip(range(2), loader, strict=False)]
+    resumed = sources.from_factory("external", root)
+    resumed.load_state_dict(loader.state_dict())
+    assert head + [content(batch) for batch in resumed] == [content(batch) for batch in sources.from_factory()]
+    loader.close()
+
+
+def test_what_native_cannot_resume_is_refused_with_the_way_out(root: str) -> None:
+    used = sources.classification(root)
+    next(used)
+    with pytest.raises(Unsupported, match="wrap it before its first batch"):
+        midepoch.wrap(used)
+    with pytest.raises(Unsupported, match="give it a function of one argument"):
+        midepoch.wrap(dali.factory(sources.MakeCallback("generator", root, False)))
+    with pytest.raises(Unsupported, match="must return a DALIGenericIterator over 1 pipelines"):
+        midepoch.wrap(dali.factory(lambda checkpointing: sources.classification(root)))
+    checkpoint = sources.classification_pipeline(root, batch_size=5, enable_checkpointing=True).checkpoint()
+    restored = sources.classification_pipeline(root, batch_size=5, enable_checkpointing=True, checkpoint=checkpoint)
+    with pytest.raises(Unsupported, match="build it without checkpoint="):
+        midepoch.wrap(DALIGenericIterator([restored], ["a", "b"], reader_name="Reader"))
+    with pytest.raises((TypeError, ValueError)):
+        dali.factory(sources.classification, 0)
+
+
+# --- native: states that do not fit ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(root: str) -> dict[str, Any]:
+    loader = native(root=root)
+    ids(loader, 2)
+    return dict(loader.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 17}, r"Reader\.data differs: .*18 samples:.*17 samples:"),
+        ({"random_shuffle": False}, r"Reader\.(initial_fill|random_shuffle) differs: .*True.*False"),
+        ({"initial_fill": 9}, r"Reader\.initial_fill differs: .*7.*9"),
+        ({"batch_size": 2}, r"batch_size differs: .*3.*2"),
+        ({"policy": "PARTIAL"}, r"last_batch differs: .*fill.*partial"),
+        ({"pad_last_batch": True}, r"Reader\.pad_last_batch differs: .*False.*True"),
+        ({"stick_to_shard": True}, r"Reader\.stick_to_shard differs"),
+        ({"reader": "numpy"}, r"Reader\.data differs|graph differs"),
+        ({"pipelines": 2}, "pipelines differs: .*1.*2"),
+        ({"num_shards": 2}, "num_shards differs: .*1.*2|the size differs: .*6.*3"),
+        ({"num_shards": 2, "size": 36}, r"Reader\.data differs"),
+    ],
+    ids=str,
+)
+def test_what_dali_accepts_and_gets_wrong_is_refused(
+    root: str, saved: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    loader = native(root=root, **options)
+    with pytest.raises(StateMismatchError, match=message):
+        loader.load_state_dict(saved)
+    assert (loader.epoch, loader.position) == (0, 0)
+
+
+def test_what_a_state_does_not_depend_on(root: str, saved: dict[str, Any]) -> None:
+    rest = ids(loader_after(native(root=root), saved))
+    for settings in ({"num_threads": 1}, {"prefetch_queue_depth": 3}, {"exec_dynamic": False}, {"seed": 99}):
+        assert ids(loader_after(native(root=root, pipeline=settings, read_ahead=True), saved)) == rest
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "told"),
+    [
+        ((0, 2), (1, 2), "shard_id differs: the state was saved with 0, this reader has 1"),
+        ((0, 2), (0, 3), "num_shards differs: the state was saved with 2, this reader has 3"),
+    ],
+)
+@pytest.mark.parametrize("shard", [None, False])
+def test_another_shard_of_the_same_length_is_refused(
+    root: str, saved: tuple[int, int], here: tuple[int, int], told: str, shard: bool | None
+) -> None:
+    def make(shards: tuple[int, int]) -> Any:
+        pipeline = sources.native_pipeline(root, 18, "file", shards, {"pad_last_batch": True}, batch_size=10, seed=1)
+        made = DALIGenericIterator([pipeline], ["label", "data", "random"], reader_name="Reader")
+        return midepoch.wrap(made, shard=shard)
+
+    loader = make(saved)
+    next(iter(loader))
+    state = loader.state_dict()
+    make(saved).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match=told):
+        make(here).load_state_dict(state)
+
+
+def test_another_list_of_files_of_the_same_length(root: str, tmp_path: Path) -> None:
+    def make(folder: Path) -> Any:
+        return midepoch.wrap(sources.classification(str(folder)))
+
+    here, moved, other = tmp_path / "a", tmp_path / "b", tmp_path / "c"
+    for folder in (here, moved, other):
+        shutil.copytree(Path(root) / "jpeg", folder / "jpeg")
+    (other / "jpeg/class0/000.jpg").rename(other / "jpeg/class0/000b.jpg")
+    loader = make(here)
+    ids_of = [content(batch) for _, batch in zip(range(2), loader, strict=False)]
+    assert ids_of
+    make(moved).load_state_dict(loader.state_dict())
+    with pytest.raises(StateMismatchError, match=r"Reader\.data differs"):
+        make(other).load_state_dict(loader.state_dict())
+
+
+def test_a_dali_of_another_format(root: str, saved: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvidia.dali, "__version__", "3.1.0")
+    with pytest.raises(StateMismatchError, match=r"dali differs: .* with '2\.\d+', this loader has '3\.1'"):
+        native(root=root).load_state_dict(saved)
+
+
+def test_a_state_of_one_mode_is_refused_by_the_other(root: str, saved: dict[str, Any]) -> None:
+    with pytest.raises(StateMismatchError, match=r"the adapter differs: .*'dali'.*'dali-sampled'"):
+        sampled(root=root).load_state_dict(saved)
+    with pytest.raises(StateMismatchError, match=r"the adapter differs: .*'dali-sampled'.*'dali'"):
+        native(root=root).load_state_dict(sampled(root=root).state_dict())
+
+
+# --- bad data --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bad(root: str, tmp_path: Path) -> Path:
+    """A copy of the data, to be damaged."""
+    return Path(shutil.copytree(root, tmp_path / "bad"))
+
+
+def spoil(path: Path, how: str) -> None:
+    if how == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(b"\xff\xd8garbage" * 20)
+
+
+@pytest.mark.parametrize("how", ["corrupt", "missing"])
+@pytest.mark.parametrize("make", [native, sampled])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_bad_data_is_named_and_can_be_skipped_where_midepoch_feeds(
+    bad: Path, make: Callable[..., Any], how: str, dynamic: bool, root: str
+) -> None:
+    # DALI reads a file when it enters the shuffle buffer, so that one that is missing fails long before its turn.
+    options = {"random_shuffle": make is sampled or how == "corrupt", "seed": 3}
+    good = make(root=root, **options)
+    expected, following = ids(good), ids(good)
+    # Not at the beginning of the next epoch, which is prefetched while this one ends.
+    late = {label for batch in following[3:] for label in batch}
+    victim = next(label for label in expected[3] if label in late)
+    spoil(Path(sources.images(str(bad), 18)[victim]), how)
+    loader = make(root=str(bad), pipeline={"exec_dynamic": dynamic}, **options)
+    found, states = [], [loader.state_dict()]
+    with pytest.raises(SourceError, match=r"position") as caught:
+        for batch in loader:
+            found.append(identify(batch))
+            states.append(loader.state_dict())
+    reached = len(found)
+    # DALI's readers read one sample ahead, and without exec_dynamic so does its executor, by batches.
+    ahead = 2 if not dynamic else make is native and how == "missing"
+    assert 3 - ahead <= reached <= 3
+    assert found == expected[:reached]
+    unit = 1 if make is native else 3
+    assert f"{'position ' if make is native else 'positions '}{reached * unit}" in str(caught.value)
+    cure = "Repair the data, and load the last state" if make is native else f"seek(position={(reached + 1) * unit})"
+    assert cure in str(caught.value)
+    assert loader.state_dict() == states[reached]
+    if dynamic or make is sampled:
+        # It is still there, and such a pipeline of midepoch's is of no use after an error.
+        with pytest.raises(SourceError, match="DALI failed" if dynamic else "make and wrap the iterator again"):
+            next(iter_of(loader))
+        assert loader.state_dict() == states[reached]
+    if make is native:
+        with pytest.raises(StateError, match="load a state instead"):
+            loader.seek(position=4)
+        if how == "missing":  # what it has opened, DALI keeps as it was
+            shutil.copy(sources.images(root, 18)[victim], sources.images(str(bad), 18)[victim])
+            loader.load_state_dict(states[reached])
+            assert ids(loader) == expected[reached:]
+    if make is native or not dynamic:
+        return
+    loader.seek(position=4 * unit)
+    assert ids(loader) == expected[4:]
+    assert (loader.epoch, loader.position) == (1, 0)
+
+
+def iter_of(loader: Any) -> Iterator[Any]:
+    """The pass that goes on, not a new epoch."""
+    loader.load_state_dict(loader.state_dict())
+    return iter(loader)
+
+
+def test_bad_data_at_once_and_in_what_nobody_asked_for(bad: Path, root: str) -> None:
+    expected = ids(sampled(root=root))
+    spoil(Path(sources.images(str(bad), 18)[expected[0][0]]), "corrupt")
+    loader = sampled(root=str(bad), prepare=False)
+    for _ in range(2):
+        with pytest.raises(SourceError, match="positions 0 to 2"):
+            next(iter_of(loader))
+    loader.seek(position=3)
+    assert ids(loader) == expected[1:]
+    # What was prefetched and thrown away may be bad.
+    spoil(Path(sources.images(str(bad), 18)[expected[4][0]]), "corrupt")
+    loader = sampled(root=str(bad), prepare=False)
+    loader.seek(position=9)
+    next(iter(loader))
+    loader.seek(position=15)
+    assert ids(loader) == expected[5:]
+
+
+@pytest.mark.parametrize("how", ["shrinks", "is replaced"])
+def test_an_archive_that_changes_before_it_is_read(bad: Path, how: str) -> None:
+    loader = sampled(root=str(bad), reader="webdataset", size=40, batch_size=5)
+    data = (bad / "1.tar").read_bytes()
+    (bad / "new.tar").write_bytes(data[:2000] if how == "shrinks" else data)
+    (bad / "new.tar").replace(bad / "1.tar")
+    with pytest.raises(SourceError, match=r"positions \d+ to \d+ .*1\.tar was changed after it was indexed"):
+        list(loader)
+
+
+def test_an_archive_that_is_not_there(tmp_path: Path) -> None:
+    @pipeline_def(batch_size=9, num_threads=1, device_id=None)
+    def pipeline() -> Any:
+        return dali.readers.webdataset(tmp_path / "a.tar", ext="jpg")
+
+    with pytest.raises(SourceError, match=r"a\.tar cannot be read .*restore the file"):
+        pipeline()
+
+
+def test_a_resume_reads_nothing_that_it_skips(bad: Path, root: str) -> None:
+    # Of a native reader the benchmark shows it: it opens its first file when it is built.
+    expected = ids(sampled(root=root, seed=1))
+    loader = sampled(root=str(bad), seed=1)
+    ids(loader, 4)
+    for label in (label for batch in expected[:4] for label in batch):
+        Path(sources.images(str(bad), 18)[label]).unlink()
+    assert ids(loader_after(sampled(root=str(bad)), loader.state_dict())) == expected[4:]
+    with pytest.raises(SourceError, match="seek"):
+        ids(sampled(root=str(bad), seed=1))
+
+
+# --- fed by midepoch --------------------------------------------------------------------------------------------------
+
+
+def per_sample(loaders: list[Any], batches: int | None = None) -> dict[int, str]:
+    """label -> what came with it, over all ranks; each sample once."""
+    found: dict[int, str] = {}
+    for loader in loaders:
+        for number, batch in enumerate(loader, start=1):
+            for place, label in enumerate(identify(batch)):
+                assert label not in found
+                found[label] = digest([batch[0]["data"][place], batch[0]["random"][place]])
+            if number == batches:
+                break
+    return found
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2)])
+def test_another_world_in_mid_epoch_with_equal_pixels(root: str, before: int, after: int) -> None:
+    make = functools.partial(sampled, root=root, size=36, seed=9)
+    whole = per_sample([make()])
+    assert len(whole) == 36
+    started = [make(rank, before) for rank in range(before)]
+    head = per_sample(started, 2)
+    states = [loader.state_dict() for loader in started]
+    assert all(state == states[0] for state in states)
+    assert len(json.dumps(states[0])) <= 512
+    resumed = [make(rank, after) for rank in range(after)]
+    for loader in resumed:
+        loader.load_state_dict(states[0])
+    assert head | per_sample(resumed) == whole
+
+
+def test_the_files_and_labels_are_those_that_dali_finds(root: str, tmp_path: Path) -> None:
+    listing = tmp_path / "list.txt"
+    names = [Path(path).relative_to(root) for path in sources.images(root, 9)]
+    # DALI takes blanks and tabs.
+    blanks = [" ", "\t"] * 5
+    listing.write_text("".join(f"{name}{blanks[number]}{number * 7}\n" for number, name in enumerate(names)))
+    for options in (
+        {"file_root": f"{root}/jpeg"},
+        {"file_root": root, "file_list": str(listing)},
+        {"file_root": f"{root}/jpeg", "dir_filters": ["class[12]"], "file_filters": ["*[05].JPG"]},
+        {"file_root": root, "files": [str(name) for name in names], "labels": list(range(9))},
+    ):
+
+        @pipeline_def(batch_size=100, num_threads=1, device_id=None)
+        def pipeline(ours: bool, options: dict[str, Any] = options) -> Any:
+            encoded, label = (dali.readers if ours else fn.readers).file(**options)
+            return fn.pad(encoded), label
+
+        theirs, labels = pipeline(False).run()
+        count = len(dali_files(pipeline))
+        loader = midepoch.wrap(DALIGenericIterator([pipeline(True)], ["data", "label"]))
+        (batch,) = next(iter(loader))
+        assert batch["label"].flatten().tolist() == [int(labels.at(n)[0]) for n in range(count)]
+        for number in range(count):
+            expected = theirs.at(number)
+            assert (batch["data"][number].numpy()[: len(expected)] == expected[: batch["data"].shape[1]]).all()
+
+
+def test_lists_and_folders_are_told_as_by_earlier_versions(tmp_path: Path) -> None:
+    """Their checksums stand in states."""
+    from midepoch.adapters.dali import readers
+
+    root = tmp_path / "data"
+    for name in ("b/1.jpg", "b/2.JPG", "a/3.txt", "a/é.png", "c.d/x.jpg.wav", "c.d/folder.jpg/4.jpg"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    filters = readers._FILTERS
+    found = readers._found(str(root), filters, None, False)
+    assert found == ([f"{root}/{name}" for name in ("a/é.png", "b/1.jpg", "b/2.JPG", "c.d/x.jpg.wav")], [0, 1, 1, 2])
+    assert readers._found(f"{root}/", ["*.JPG", "?.txt"], ["[ab]"], True)[0] == [f"{root}/a/3.txt", f"{root}/b/2.JPG"]
+    assert readers._found(str(root), filters, [], False) == ([], [])
+    labels = np.array(found[1], np.int32)
+    files = readers._Files("file", found[0], str(root), labels)
+    assert (files.crc, files.name(3)) == ("9c9826eb", f"{root}/c.d/x.jpg.wav")
+    listing = tmp_path / "list.txt"
+    listing.write_text(" a b.jpg \t 3 \n\n  \n/abs/c.jpg -4\nd.jpg 05\n")
+    listed = readers._listed(listing, "base")
+    assert listed == (["base/a b.jpg", "/abs/c.jpg", "base/d.jpg"], [3, -4, 5])
+    assert readers._Files("file", listed[0], "", np.array(listed[1], np.int32)).crc == "f6090fe5"
+    for wrong in ("a.jpg", "7", "a.jpg x", "a.jpg 1.5"):
+        listing.write_text(f"a.jpg 1\n{wrong}\n")
+        with pytest.raises(ValueError, match=r"list\.txt, line 2: expected a path and a label, got"):
+            readers._listed(listing, "base")
+    with pytest.raises(ValueError, match="NUL"):
+        readers._Files("file", ["a\0b"], "", None)
+
+
+def dali_files(pipeline: Any) -> Any:
+    from midepoch.adapters.dali.feed import feed_of
+
+    feed = feed_of(pipeline(True))
+    assert feed is not None and feed.data is not None
+    return feed.data
+
+
+def test_arrays_of_any_shape_and_kind(tmp_path: Path) -> None:
+    for number in range(5):
+        np.save(tmp_path / f"{number}.npy", np.full((2, 3), number, np.float64))
+    (tmp_path / "more").mkdir()
+    np.save(tmp_path / "more" / "5.npy", np.full((2, 3), 5.0))
+
+    @pipeline_def(batch_size=6, num_threads=1, device_id=None)
+    def pipeline() -> Any:
+        return dali.readers.numpy(tmp_path)
+
+    (batch,) = next(iter(midepoch.wrap(DALIGenericIterator([pipeline()], ["data"]))))
+    assert batch["data"].shape == (6, 2, 3)
+    assert batch["data"][:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("missing", ["empty", "skip", "error"])
+def test_missing_components(tmp_path: Path, missing: Any) -> None:
+    import io
+    import tarfile
+
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in ("0.a", "0.b", "1.a", "2.B", "2.a.x", "3.A", "3.b", "4.c"):
+            info = tarfile.TarInfo(name)
+            info.size = 5
+            tar.addfile(info, io.BytesIO(name.ljust(5).encode()))
+
+    @pipeline_def(batch_size=9, num_threads=1, device_id=None)
+    def pipeline() -> Any:
+        nodes = dali.readers.webdataset(
+            tmp_path / "a.tar", ext=["a;a.x", "b"], missing_component_behavior=missing, case_sensitive_extensions=False
+        )
+        return tuple(fn.pad(node, shape=[5]) for node in nodes)
+
+    if missing == "error":
+        with pytest.raises(SourceError, match="sample '1' has no b"):
+            pipeline()
+        return
+    (batch,) = next(iter(midepoch.wrap(DALIGenericIterator([pipeline()], ["a", "b"]))))
+    texts = [bytes(row.tolist()).rstrip(b"\0 ").decode() for name in ("a", "b") for row in batch[name]]
+    kept = [("0.a", "0.b"), ("2.a.x", "2.B"), ("3.A", "3.b")]
+    if missing == "empty":
+        kept.insert(1, ("1.a", ""))
+        kept.append(("", ""))
+    assert texts == [a for a, _ in kept] + [b for _, b in kept]
+
+
+def parameters(count: int, seed: int = 0, **more: Any) -> dict[str, torch.Tensor]:
+    """One batch of random parameters for `count` samples."""
+
+    @pipeline_def(batch_size=count, num_threads=1, device_id=None)
+    def pipeline() -> Any:
+        dali.readers.file(files=["x"] * count)
+        return (
+            dali.random.uniform((2.0, 5.0)),
+            dali.random.uniform(shape=(2, 3)),
+            dali.random.normal(1.0, 2.0, shape=4),
+            dali.random.coin_flip(0.25),
+        )
+
+    names = ["uniform", "matrix", "normal", "coin"]
+    iterator = DALIGenericIterator([pipeline()], names, prepare_first_batch=False)
+    found: dict[str, torch.Tensor] = next(iter(midepoch.wrap(iterator, seed=seed)))[0]
+    return found
+
+
+def test_random_parameters_have_their_distributions() -> None:
+    from scipy import stats
+
+    count = 20000
+    found = parameters(count)
+    assert found["uniform"].shape == (count,) and found["uniform"].dtype == torch.float32
+    assert (found["uniform"].min() >= 2) and (found["uniform"].max() < 5)
+    assert found["matrix"].shape == (count, 2, 3)
+    assert stats.kstest(found["uniform"].numpy(), stats.uniform(2, 3).cdf).pvalue > 1e-4
+    assert stats.kstest(found["matrix"].flatten().numpy(), stats.uniform(-1, 2).cdf).pvalue > 1e-4
+    assert stats.kstest(found["normal"].flatten().numpy(), stats.norm(1, 2).cdf).pvalue > 1e-4
+    assert found["coin"].dtype == torch.int32
+    assert stats.binomtest(int(found["coin"].sum()), count, 0.25).pvalue > 1e-4
+    columns = torch.cat([found["matrix"].reshape(count, 6), found["normal"], found["uniform"][:, None]], 1).numpy()
+    correlations = np.corrcoef(columns, rowvar=False) - np.eye(columns.shape[1])
+    assert np.abs(correlations).max() < 5 / np.sqrt(count)
+
+
+def test_random_parameters_are_pinned() -> None:
+    found = parameters(2, seed=7)
+    assert found["uniform"].tolist() == GOLDEN["uniform"]
+    # Logarithm and cosine may differ in the last bit from one numpy to another.
+    torch.testing.assert_close(found["normal"], torch.tensor(GOLDEN["normal"]), rtol=1e-6, atol=0)
+    assert found["coin"].tolist() == GOLDEN["coin"]
+
+
+GOLDEN: dict[str, Any] = {
+    "uniform": [2.4611289501190186, 4.82540225982666],
+    "normal": [
+        [-1.0790073871612549, 5.334432125091553, -2.6442599296569824, -2.4596941471099854],
+        [0.0520007349550724, 3.1263158321380615, 3.4726626873016357, 0.7266173362731934],
+    ],
+    "coin": [0, 1],
+}
+
+
+def test_keys_of_arrays_are_those_of_numbers() -> None:
+    from midepoch.order.keys import extend_key, extend_keys
+
+    keys, words = [0, 7, 2**64 - 1], [0, 1, 2**63]
+    mixed = extend_keys(np.array(keys, np.uint64), np.array(words, np.uint64))
+    assert mixed.tolist() == [[extend_key(key, word) for word in words] for key in keys]
+
+
+def test_the_window_is_the_first_that_fits_whatever_the_image_s_proportion() -> None:
+    generator = np.random.default_rng(0)
+    area, log_ratio = generator.uniform(0.08, 1, (200, 10)), generator.uniform(-0.7, 0.7, (200, 10))
+    for _ in range(20):
+        sizes = generator.integers(1, 1000, (200, 2)).astype(np.int32)
+        chosen = _first_that_fits(area, log_ratio, sizes)
+        for number, (height, width) in enumerate(sizes.tolist()):
+            ratio = np.exp(log_ratio[number])  # of the window's sides in pixels
+            pixels = area[number] * height * width
+            windows = np.stack([np.sqrt(pixels / ratio) / height, np.sqrt(pixels * ratio) / width], axis=1)
+            fitting = [window for window in windows if window.max() <= 1]
+            expected = fitting[0] if fitting else np.minimum(windows[-1], 1)
+            assert np.allclose(chosen[number], expected, rtol=1e-12)
+
+
+def jpeg(height: int, width: int, *segments: bytes, noise: int = 0) -> bytes:
+    """A JPEG image with these segments before its own."""
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(noise).integers(0, 255, (height, width, 3), np.uint8)
+    Image.fromarray(pixels).save(buffer, "JPEG", progressive=bool(noise % 2))
+    return b"\xff\xd8" + b"".join(segments) + buffer.getvalue()[2:]
+
+
+def exif(orientation: int, order: str = ">", tag: int = 0x0112) -> bytes:
+    entries = struct.pack(order + "HHIHHHHIHH", 0x010F, 3, 1, 7, 0, tag, 3, 1, orientation, 0)
+    body = (b"MM" if order == ">" else b"II") + struct.pack(order + "HIH", 42, 8, 2) + entries + bytes(4)
+    return segment(0xE1, b"Exif\0\0" + body)
+
+
+def segment(marker: int, content: bytes) -> bytes:
+    return struct.pack(">BBH", 0xFF, marker, len(content) + 2) + content
+
+
+def peeked(images: list[bytes]) -> list[list[int]]:
+    """Heights and widths by DALI itself."""
+
+    @pipeline_def(batch_size=len(images), num_threads=1, device_id=None)
+    def pipeline() -> Any:
+        return fn.peek_image_shape(fn.external_source(lambda: [np.frombuffer(each, np.uint8) for each in images]))
+
+    found: list[list[int]] = np.asarray(pipeline().run()[0].as_tensor())[:, :2].tolist()
+    return found
+
+
+def test_sizes_are_those_that_dali_tells(tmp_path: Path) -> None:
+    images = [jpeg(20 + number, 50 - number, exif(number, "><"[number % 2]), noise=number) for number in range(1, 9)]
+    images += [
+        jpeg(31, 17),
+        jpeg(31, 17, b"\xff\xff" + segment(0xE2, b"profile" * 1000)[1:]),  # padded
+        jpeg(31, 17, segment(0xE1, b"http://ns.adobe.com/xap/1.0/\0<x/>"), exif(6), segment(0xFE, b"a comment")),
+        jpeg(31, 17, *[segment(0xE2, bytes(60_000))] * 2),  # its size lies beyond what is read first
+        jpeg(31, 17, segment(0xE1, b"Exif\0\0" + b"MM\0*" + struct.pack(">IH", 8, 0) + bytes(4))),
+        jpeg(31, 17, exif(6, tag=0x0113)),
+    ]
+    known = [jpeg_size(each) for each in images]
+    assert [list(each or ()) for each in known] == peeked(images)
+    assert len(set(known)) == 10
+    plain = jpeg(31, 17)
+    scan = plain.index(b"\xff\xda")
+    behind = plain[:scan] + exif(6) + plain[scan:]
+    assert jpeg_size(behind) == (17, 31) and peeked([behind]) == [[17, 31]]
+    unlike = [jpeg(31, 17, exif(6), exif(6, tag=0x0113)), jpeg(31, 17, exif(6).replace(b"MM\0*", b"MM\0+"))]
+    assert [jpeg_size(each) for each in unlike] == [None, None], "DALI is asked"
+    images += [behind, *unlike]
+    for wrong in (images[0][:40], images[0][:3], b"", b"\xff\xd8", b"GIF89a", jpeg(9, 8, segment(0xE1, b"Exif\0\0XX"))):
+        assert jpeg_size(wrong) is None
+
+    pixels = np.zeros((12, 30, 3), np.uint8)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    for kind in ("PNG", "BMP", "TIFF", "PPM", "WEBP", "JPEG2000"):
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, kind, **({"exif": turned} if kind in ("PNG", "TIFF", "WEBP") else {}))
+        images.append(buffer.getvalue())
+    for number, each in enumerate(images):
+        (tmp_path / f"{number:02}").write_bytes(each)
+    sizes = Sizes(_Files("file", [f"{tmp_path}/{number:02}" for number in range(len(images))], "", None), 0)
+    indices = np.array([3, 19, 3, 0, 15])
+    assert sizes.of(indices).tolist() == np.array(peeked(images))[indices].tolist()
+    assert (sizes._known > 0).all(axis=1).sum() == 4
+    assert sizes.of(np.arange(len(images))).tolist() == peeked(images)
+
+
+def test_where_a_file_takes_long_to_open_threads_wait(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = _Files("file", sources.images(root, 18), "", None)
+    expected = Sizes(data, 0).of(np.arange(18)).tolist()
+    together, calls, content = threading.Barrier(4, timeout=60), itertools.count(), data.content
+
+    def slow(*arguments: Any) -> bytes:
+        if threading.current_thread() is not threading.main_thread() and next(calls) < 4:
+            together.wait()  # for three others, who come only if they are threads of their own
+        return content(*arguments)
+
+    monkeypatch.setattr(data, "content", slow)
+    monkeypatch.setattr("midepoch.adapters.dali.sizes._LONG", 0.0)
+    sizes = Sizes(data, 0)
+    assert sizes.of(np.arange(2)).tolist() == expected[:2]
+    assert sizes.of(np.arange(18)).tolist() == expected
+    assert next(calls) == 16
+
+
+@pytest.mark.parametrize("damage", ["gone", "no image"])
+def test_an_image_whose_size_cannot_be_told_is_named(tmp_path: Path, damage: str) -> None:
+    paths = [tmp_path / f"{number}.jpg" for number in range(6)]
+    for path in paths:
+        path.write_bytes(jpeg(20, 30))
+
+    @pipeline_def(batch_size=2, num_threads=1, device_id=None)
+    def pipeline() -> Any:
+        encoded, label = dali.readers.file(files=paths)
+        return fn.decoders.image_slice(encoded, *dali.random.crop_window(encoded), axis_names="HW").shape(), label
+
+    loader = midepoch.wrap(DALIGenericIterator([pipeline()], ["shape", "label"]), seed=1)
+    if damage == "gone":
+        paths[3].unlink()
+    else:
+        paths[3].write_bytes(b"no image" * 100)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(SourceError, match=r"positions 2 to 3 .*sample 3 \(.*3\.jpg\).*seek\(position=4\)"):
+        next(iterator)
+    loader.seek(position=4)
+    assert [batch[0]["label"].flatten().tolist() for batch in loader] == [[4, 5]]
+
+
+@pytest.mark.parametrize("conditionals", [False, True])
+def test_windows_in_a_pipeline_with_conditionals_and_of_a_pixel_at_least(tmp_path: Path, conditionals: bool) -> None:
+    paths = [tmp_path / f"{number}.jpg" for number in range(6)]
+    for number, path in enumerate(paths):
+        path.write_bytes(jpeg(1 + number // 2, 1 + number % 2))
+
+    @pipeline_def(batch_size=2, num_threads=1, device_id=None, enable_conditionals=conditionals)
+    def pipeline() -> Any:
+        encoded, _ = dali.readers.file(files=paths, random_shuffle=True)
+        window = dali.random.crop_window(encoded, (0.001, 0.1))
+        return fn.decoders.image_slice(encoded, *window, axis_names="HW").shape()
+
+    loader = midepoch.wrap(DALIGenericIterator([pipeline()], ["shape"]), seed=1)
+    shapes = [batch[0]["shape"] for _ in range(5) for batch in loader]
+    assert len(shapes) == 15 and all((each[:, :2] >= 1).all() for each in shapes)
+
+
+def test_windows_are_chosen_for_what_a_reader_gave_alone(root: str) -> None:
+    @pipeline_def(batch_size=2, num_threads=1, device_id=None)
+    def pipeline(reader: Callable[[], Any]) -> Any:
+        return dali.random.crop_window(reader())
+
+    def label() -> Any:
+        return dali.readers.file(files=sources.images(root, 4))[1]
+
+    def changed() -> Any:
+        return fn.copy(dali.readers.file(files=sources.images(root, 4))[0])
+
+    for given in (label, changed, lambda: dali.readers.numpy(f"{root}/npy"), lambda: fn.constant(idata=[1])):
+        with pytest.raises(Unsupported, match=r"crop_window knows the sizes .*pass it"):
+            pipeline(given)
+
+
+def test_crop_windows_are_distributed_as_dalis(root: str) -> None:
+    from scipy import stats
+
+    @pipeline_def(batch_size=40, num_threads=2, device_id=None, seed=4)
+    def pipeline(ours: bool) -> Any:
+        if ours:
+            encoded, _ = dali.readers.file(f"{root}/jpeg")
+            return dali.random.crop_window(encoded)[1]
+        encoded, _ = fn.readers.file(file_root=f"{root}/jpeg", name="Reader")
+        size = fn.cast(fn.peek_image_shape(encoded), dtype=types.FLOAT)
+        cut = fn.cast(fn.decoders.image_random_crop(encoded).shape(), dtype=types.FLOAT)
+        return fn.slice(cut / size, 0, 2, axes=[0])
+
+    loader = midepoch.wrap(DALIGenericIterator([pipeline(True)], ["window"]), seed=1)
+    ours = torch.cat([batch[0]["window"] for _ in range(25) for batch in loader]).double().numpy()
+    bare = pipeline(False)
+    theirs = np.concatenate([np.asarray(bare.run()[0].as_tensor()) for _ in range(25)]).astype(np.float64)
+    assert stats.ks_2samp(ours.prod(1), theirs.prod(1)).pvalue > 1e-4
+    assert stats.ks_2samp(ours[:, 1] / ours[:, 0], theirs[:, 1] / theirs[:, 0]).pvalue > 1e-4
+
+
+def test_in_conditional_pipelines(root: str) -> None:
+    @pipeline_def(batch_size=4, num_threads=1, device_id=None, enable_conditionals=True)
+    def pipeline() -> Any:
+        label = dali.readers.numpy(f"{root}/npy", random_shuffle=True)
+        if dali.random.coin_flip():
+            label = label + 1000
+        return label
+
+    def make() -> Any:
+        return midepoch.wrap(DALIGenericIterator([pipeline()], ["label"]), seed=2)
+
+    loader = make()
+    whole = ids(loader)
+    assert 5 < sum(label >= 1000 for batch in whole for label in batch) < 35
+    loader = make()
+    ids(loader, 3)
+    assert ids(loader_after(make(), loader.state_dict())) == whole[3:]
+
+
+def test_epochs_follow_without_a_pause(root: str) -> None:
+    loader = sampled(root=root)
+    stream = loader._adapter._stream
+    restarts = []
+    real = stream._restart
+
+    def restart(plan: Any) -> None:
+        restarts.append(1)
+        real(plan)
+
+    stream._restart = restart
+    for _ in range(3):
+        assert len(list(loader)) == 6
+    ids(loader, 2)
+    loader.load_state_dict(loader.state_dict())
+    ids(loader)
+    assert len(restarts) == 1
+    loader.seek(epoch=0)
+    ids(loader)
+    assert len(restarts) == 2
+
+
+def test_what_midepochs_readers_cannot_do_is_refused(root: str) -> None:
+    with pytest.raises(Unsupported, match=r"readers\.file does not take initial_fill=, num_shards=: midepoch"):
+        dali.readers.file(root, initial_fill=3, num_shards=2)
+
+    def wrap(define: Callable[[], Any], names: list[str], **options: Any) -> Any:
+        pipeline = pipeline_def(define)(batch_size=2, num_threads=1, device_id=None)
+        return midepoch.wrap(DALIGenericIterator([pipeline], names, **options))
+
+    def two() -> Any:
+        return dali.readers.numpy(f"{root}/npy"), dali.readers.numpy(f"{root}/npy")
+
+    def beside() -> Any:
+        return dali.readers.numpy(f"{root}/npy"), fn.readers.numpy(file_root=f"{root}/npy")
+
+    def foreign() -> Any:
+        return dali.readers.numpy(f"{root}/npy"), fn.external_source(source=lambda n: [np.zeros(1)] * 2)
+
+    def draws_alone() -> Any:
+        return fn.readers.numpy(file_root=f"{root}/npy"), dali.random.coin_flip()
+
+    def plain() -> Any:
+        return dali.readers.numpy(f"{root}/npy")
+
+    with pytest.raises(ValueError, match="build a pipeline for each"):
+        wrap(two, ["a", "b"])
+    with pytest.raises(Unsupported, match="DALI readers beside"):
+        wrap(beside, ["a", "b"])
+    with pytest.raises(Unsupported, match="external_source beside"):
+        wrap(foreign, ["a", "b"])
+    with pytest.raises(Unsupported, match=r"without one of dali\.readers"):
+        wrap(draws_alone, ["a", "b"])
+    with pytest.raises(Unsupported, match="leave size out"), pytest.warns(Warning, match="reader_name"):
+        wrap(plain, ["a"], size=40, prepare_first_batch=False)
+    pipelines = [pipeline_def(plain)(batch_size=2, num_threads=1, device_id=None) for _ in range(2)]
+    with pytest.raises((Unsupported, AssertionError)):
+        midepoch.wrap(DALIGenericIterator(pipelines, ["a"]))
+    pipeline = pipeline_def(plain)(batch_size=2, num_threads=1, device_id=None)
+    with pytest.raises(Unsupported, match="shard=False"):
+        midepoch.wrap(DALIGenericIterator([pipeline], ["a"]), shard=False)
+    with pytest.raises(RuntimeError, match="outside a pipeline"):
+        dali.readers.numpy(f"{root}/npy")
+    for wrong in ({}, {"files": ["a"], "labels": [1, 2]}, {"file_root": "a", "file_list": "b", "files": ["c"]}):
+        with pytest.raises(ValueError, match=r"readers\.file"):
+            dali.readers.file(**wrong)
+    for call in (
+        lambda: dali.random.uniform((1.0, 1.0)),
+        lambda: dali.random.uniform(shape=0),
+        lambda: dali.random.coin_flip(2),
+        lambda: dali.random.crop_window(None, (0.0, 1.0)),
+        lambda: dali.random.crop_window(None, random_aspect_ratio=(2.0, 1.0)),
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            call()
+
+
+# --- what they promise -----------------------------------------------------------------------------------------------
+
+
+def test_capabilities(root: str) -> None:
+    order = ("exact_order", "exact_augmentations", "constant_time_resume", "elastic_world", "rank_independent")
+    mine, fed = native(root=root).capabilities, sampled(root=root).capabilities
+    assert [bool(getattr(mine, name)) for name in order] == [True, True, True, False, False]
+    assert [bool(getattr(fed, name)) for name in order] == [True] * 5
+
+    @pipeline_def(batch_size=4, num_threads=1, device_id=None)
+    def mixed() -> Any:
+        return dali.readers.numpy(f"{root}/npy"), fn.random.uniform()
+
+    found = midepoch.wrap(DALIGenericIterator([mixed()], ["label", "random"])).capabilities
+    assert not found.exact_augmentations
+    assert "random.Uniform" in found.exact_augmentations.reason
+    assert found.elastic_world
+
+
+def test_device_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert dali.device_id() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert dali.device_id(World(5, 8, 1)) == 1
+    for name, value in (("RANK", 3), ("WORLD_SIZE", 4), ("LOCAL_RANK", 3)):
+        monkeypatch.setenv(name, str(value))
+    assert dali.device_id() == 3
+
+
+def test_only_what_is_dalis_is_taken_for_it() -> None:
+    kind = type("Tensor", (list,), {"__module__": "nvidia.other"})
+    loader = midepoch.wrap(kind([1, 2]))
+    assert "sequence" in repr(loader)
+
+
+def test_the_wire_format() -> None:
+    fields = [wire.Field.of(1, 300), wire.Field.of(2, "text"), wire.Field(3, 5, b"1234"), wire.Field(4, 1, b"12345678")]
+    message = wire.pack(fields)
+    assert wire.unpack(message) == fields
+    for place in range(1, len(message)):
+        try:
+            wire.unpack(message[:place])
+        except ValueError:
+            continue
+        assert any(message[:place] == wire.pack(fields[:count]) for count in range(4))
+    with pytest.raises(ValueError, match="integer"):
+        wire.unpack(b"\xff" * 12)
+
+
+def test_threads_end_when_closed(root: str) -> None:
+    gc.collect()
+    before = threading.active_count()
+    loader = native(root=root)
+    next(iter(loader))
+    loader.close()
+    state = loader.state_dict()
+    assert state["position"] == 1
+    assert ids(loader)[0]
+    loader.close()
+    assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize("name", ["dali_native.py", "dali_elastic.py"])
+def test_examples(name: str) -> None:
+    path = EXAMPLES / name
+    assert len(path.read_text().splitlines()) <= 60
+    done = forking.run([path], modules=["nvidia.dali"], check=True)
+    assert "bit for bit" in done.stdout
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("make", [native, sampled])
+def test_on_a_gpu(root: str, make: Callable[..., Any]) -> None:
+    if make is native:
+
+        @pipeline_def(batch_size=4, num_threads=2, device_id=dali.device_id(), seed=5)
+        def pipeline() -> Any:
+            encoded, label = fn.readers.file(file_root=f"{root}/jpeg", random_shuffle=True, name="Reader")
+            image = fn.decoders.image_random_crop(encoded, device="mixed")
+            image = fn.resize(image, resize_x=16, resize_y=16)
+            return fn.crop_mirror_normalize(image, mirror=fn.random.coin_flip()), label.gpu()
+
+    else:
+
+        @pipeline_def(batch_size=4, num_threads=2, device_id=dali.device_id())
+        def pipeline() -> Any:
+            encoded, label = dali.readers.file(f"{root}/jpeg", random_shuffle=True)
+            window = dali.random.crop_window(encoded)
+            image = fn.decoders.image_slice(encoded, *window, device="mixed", axis_names="HW")
+            image = fn.resize(image, resize_x=16, resize_y=16)
+            return fn.crop_mirror_normalize(image, mirror=dali.random.coin_flip()), label.gpu()
+
+    def wrapped() -> Any:
+        options = {"reader_name": "Reader"} if make is native else {}
+        return midepoch.wrap(DALIGenericIterator([pipeline()], ["data", "label"], **options), seed=5)
+
+    loader = wrapped()
+    epochs = [[{key: value.cpu() for key, value in batch[0].items()} for batch in loader] for _ in range(2)]
+    assert loader.source._pipes[0].device_id == 0
+    for cut in (0, 3, 9):
+        loader = wrapped()
+        for _, batch in zip(range(cut), loader, strict=False):
+            assert batch[0]["data"].device == torch.device("cuda", 0)
+        resumed = wrapped()
+        resumed.load_state_dict(loader.state_dict())
+        rest = [{key: value.cpu() for key, value in batch[0].items()} for batch in resumed]
+        assert digest(rest) == digest(epochs[0][cut:])
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_state_goes_on_another_gpu_and_not_on_the_cpu(root: str) -> None:
+    def make(device: int | None) -> Any:
+        @pipeline_def(batch_size=4, num_threads=2, device_id=device, seed=5)
+        def pipeline() -> Any:
+            encoded, label = fn.readers.file(file_root=f"{root}/jpeg", random_shuffle=True, name="Reader")
+            decoded = fn.decoders.image(encoded, device="cpu" if device is None else "mixed")
+            return fn.resize(decoded, resize_x=16, resize_y=16), label
+
+        return midepoch.wrap(DALIGenericIterator([pipeline()], ["data", "label"], reader_name="Reader"))
+
+    loader = make(0)
+    ids(loader, 3)
+    state = loader.state_dict()
+    rest = ids(loader_after(make(0), state))
+    if torch.cuda.device_count() > 1:
+        assert ids(loader_after(make(1), state)) == rest
+    with pytest.raises(StateMismatchError, match="graph differs"):
+        make(None).load_state_dict(state)
+
+
+def test_a_forked_process_leaves_alone_the_pipelines_that_are_garbage(root: str) -> None:
+    """They wait for threads, when they are collected, which that process has not."""
+    gc.disable()
+    try:
+        cycle = [native_pipeline_in_use(root)]
+        cycle.append(cycle)
+        del cycle
+        process = multiprocessing.get_context("fork").Process(target=gc.collect)
+        process.start()
+        process.join(120)
+        hangs = process.is_alive()
+        process.kill()
+        process.join()
+        assert (hangs, process.exitcode) == (False, 0)
+    finally:
+        gc.enable()
+
+
+def test_nothing_is_collected_while_others_see_to_a_fork(root: str) -> None:
+    """What they allocate in the new process, before ours is asked, would set it off."""
+    gc.collect()
+    cycle = [native_pipeline_in_use(root)]
+    cycle.append(cycle)
+    del cycle
+    held = [[] for _ in range(gc.get_threshold()[0] - gc.get_count()[0])]  # type: ignore[var-annotated]
+    process = os.fork()
+    if not process:
+        os._exit(0)
+    until, status = time.monotonic() + 120, None
+    while time.monotonic() < until and status is None:
+        ended, code = os.waitpid(process, os.WNOHANG)
+        status = code if ended else None
+        time.sleep(0.01)
+    if status is None:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    assert (status, gc.isenabled()) == (0, True)
+    assert held
+
+
+def native_pipeline_in_use(root: str) -> Any:
+    @pipeline_def(batch_size=4, num_threads=2, device_id=None)
+    def numbers() -> Any:
+        return fn.readers.numpy(file_root=f"{root}/npy", name="Reader")
+
+    pipeline = numbers()
+    pipeline.build()
+    pipeline.run()
+    return pipeline

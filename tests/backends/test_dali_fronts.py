@@ -1,0 +1,513 @@
+"""DALI through other fronts: jax's iterator, objects around an iterator, dynamic mode, and what is said to them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed (pip install midepoch[dali])")
+pytest.importorskip("PIL", reason="pillow, which writes the images, is not installed (pip install midepoch[demo])")
+
+import nvidia.dali.experimental.dynamic as ndd
+from nvidia.dali import fn, pipeline_def, types
+from nvidia.dali import tfrecord as tfrecords
+from nvidia.dali.plugin.pytorch import DALIGenericIterator
+
+import midepoch
+from midepoch import World
+from midepoch.adapters import dali
+from midepoch.adapters.dali.wire import Field, pack
+from midepoch.errors import SourceError, StateMismatchError
+from midepoch.errors import UnsupportedSourceError as Unsupported
+from midepoch.testing import check_resumable, digest
+from support import dali_sources as sources
+
+SIZE, BATCH = 16, 4
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(sources.write_images(tmp_path_factory.mktemp("dali"), SIZE)) + "/npy"
+
+
+def every_cut(make: Callable[[], midepoch.Loader], epochs: int = 3) -> list[str]:
+    """The batches of so many epochs, which every state of them has continued in a new loader."""
+    loader = make()
+    given, states = [], [loader.state_dict()]
+    for _ in range(epochs):
+        for batch in loader:
+            given.append(digest(batch))
+            states.append(loader.state_dict())
+    loader.close()
+    for cut, state in enumerate(states):
+        random.seed(cut), np.random.seed(cut), torch.manual_seed(cut)
+        with make() as fresh:
+            fresh.load_state_dict(state)
+            rest = [digest(batch) for _ in range(epochs) for batch in fresh]
+        assert rest[: len(given) - cut] == given[cut:], f"cut at {cut}"
+    return given
+
+
+@pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, seed=3)
+def native(root: str, plus: int = 1, shifted: bool = False) -> Any:
+    number = fn.readers.numpy(file_root=root, name="Reader", random_shuffle=True, initial_fill=5)
+    number = fn.cast(number, dtype=types.FLOAT if plus == 1 else types.FLOAT64)
+    return (number + 1.0 if shifted else number), fn.random.uniform(shape=[2])
+
+
+@pipeline_def(batch_size=BATCH, num_threads=1, device_id=None)
+def fed(root: str) -> Any:
+    number = dali.readers.numpy(file_root=root, random_shuffle=True)
+    return fn.cast(number, dtype=types.FLOAT), dali.random.uniform(shape=[2])
+
+
+def iterator(root: str, ours: bool = False, **options: Any) -> Any:
+    if ours:
+        return DALIGenericIterator([fed(root)], ["number", "drawn"])
+    return DALIGenericIterator([native(root, **options)], ["number", "drawn"], reader_name="Reader")
+
+
+# --- objects around an iterator ---------------------------------------------------------------------------------------
+
+
+class Reshapes:
+    """As DALIWrapper of NVIDIA's examples: a generator over the iterator, which it resets; and it draws."""
+
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+    def batches(self) -> Iterator[Any]:
+        for batch in self.inside:
+            noise = random.random() + float(np.random.rand()) + float(torch.rand(()))
+            yield batch[0]["number"].reshape(-1), batch[0]["drawn"] + noise
+        self.inside.reset()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches()
+
+
+class ReadsAhead:
+    """As prefetchers to a device: it has always read one batch more than it has given."""
+
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+    def __iter__(self) -> ReadsAhead:
+        self.batches = iter(self.inside)
+        self.following = next(self.batches, None)
+        return self
+
+    def __next__(self) -> Any:
+        batch = self.following
+        if batch is None:
+            raise StopIteration
+        self.following = next(self.batches, None)
+        return batch[0]["number"] + 0
+
+    def __len__(self) -> int:
+        return len(self.inside)
+
+
+class Counts(Reshapes):
+    """What it makes of a batch depends on those before."""
+
+    def batches(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.inside):
+            yield batch[0]["number"] * number
+
+
+class InAList:
+    """Several iterators, one after the other."""
+
+    def __init__(self, *inside: Any) -> None:
+        self.inside = list(inside)
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in self.inside:
+            yield from each
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("kind", [Reshapes, ReadsAhead])
+def test_objects_that_hold_an_iterator_go_on_exactly(kind: Any, ours: bool, root: str) -> None:
+    given = every_cut(lambda: midepoch.wrap(kind(iterator(root, ours)), seed=5, inside="inside"), 2)
+    assert len(given) == len(set(given)) == 8
+    with midepoch.wrap(kind(iterator(root, ours)), seed=5, inside="inside") as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        next(batches), next(batches)
+        assert loader.state_dict(in_flight=2) == state
+        assert loader.capabilities.elastic_world.holds is ours
+        assert f"numbers drawn in {kind.__name__} are the batch's" in loader.capabilities.exact_augmentations.reason
+
+
+def test_objects_and_functions_that_are_not_declared_are_refused_with_the_line_to_write(root: str) -> None:
+    made = iterator(root)
+    with pytest.raises(Unsupported, match=r'Reshapes reads a DALI iterator.*Write .*inside="inside".*then='):
+        midepoch.wrap(Reshapes(made))
+    with pytest.raises(Unsupported, match=r"reads a DALI iterator.*Wrap the DALI iterator itself.*then="):
+        midepoch.wrap(lambda: iter(made))
+    with pytest.raises(Unsupported, match=r"InAList reads a DALI iterator.*Wrap the DALI iterator itself.*then="):
+        midepoch.wrap(InAList(made))
+    with pytest.raises(Unsupported, match=r"has no loader there: write inside='inside'"):
+        midepoch.wrap(Reshapes(made), inside="iterator")
+
+
+class ByItself(Reshapes):
+    """Asks the iterator itself, in its own spelling."""
+
+    def batches(self) -> Iterator[Any]:
+        with contextlib.suppress(StopIteration):
+            while True:
+                yield self.inside.next()[0]["number"]
+
+
+class TwoOfThem(Reshapes):
+    """Gives two batches as one."""
+
+    def batches(self) -> Iterator[Any]:
+        for batch in self.inside:
+            yield [batch, next(self.inside)]
+
+
+def test_what_is_declared_is_watched(root: str) -> None:
+    assert len(every_cut(lambda: midepoch.wrap(ByItself(iterator(root)), seed=5, inside="inside"), 2)) == 8
+    told = "TwoOfThem has handed out 2 batches, and asked for 4 inside"
+    with midepoch.wrap(TwoOfThem(iterator(root)), inside="inside") as two, pytest.raises(SourceError, match=told):
+        list(two)
+
+
+class Two(DALIGenericIterator):  # type: ignore[misc]
+    """One batch of two."""
+
+    def __next__(self) -> Any:
+        return [super().__next__(), super().__next__()]
+
+
+class Yields(DALIGenericIterator):  # type: ignore[misc]
+    """Makes something else of the batches in its __iter__."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield batch[0]["number"]
+
+
+def of_class(kind: Any, root: str, ours: bool) -> Any:
+    names = ["number", "drawn"]
+    return kind([fed(root)], names) if ours else kind([native(root)], names, reader_name="Reader")
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize(("kind", "method"), [(Two, "__next__"), (Yields, "__iter__")])
+def test_a_subclass_that_reads_in_its_own_way_is_refused_and_then_is_named(
+    kind: Any, method: str, ours: bool, root: str
+) -> None:
+    told = rf"{kind.__name__} has a {method} of its own.* move what is done with a batch to then=: midepoch.wrap\("
+    with pytest.raises(Unsupported, match=told):
+        midepoch.wrap(of_class(kind, root, ours))
+    with pytest.raises(Unsupported, match=told):
+        midepoch.wrap(Reshapes(of_class(kind, root, ours)), inside="inside")
+
+
+class Named(DALIGenericIterator):  # type: ignore[misc]
+    """Leaves the batches as they are."""
+
+    title = "training"
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_subclass_that_leaves_the_batches_alone_goes_on_exactly(ours: bool, root: str) -> None:
+    assert len(every_cut(lambda: midepoch.wrap(of_class(Named, root, ours), seed=5), 2)) == 8
+
+
+# --- an epoch that a source ends --------------------------------------------------------------------------------------
+
+
+def numbered(info: Any) -> Any:
+    if info.idx_in_epoch >= 8:
+        raise StopIteration
+    return np.array([info.idx_in_epoch + 100 * info.epoch_idx])
+
+
+@pipeline_def(batch_size=BATCH, num_threads=1, device_id=None)
+def from_source() -> Any:
+    return fn.external_source(source=numbered, batch=False)
+
+
+@pytest.mark.parametrize("prepare", [True, False])
+def test_a_factory_whose_iterator_resets_itself_gives_every_epoch(prepare: bool) -> None:
+    @dali.factory
+    def make(checkpointing: dict[str, Any]) -> Any:
+        return DALIGenericIterator(
+            [from_source(**checkpointing)], ["number"], auto_reset=True, prepare_first_batch=prepare
+        )
+
+    with midepoch.wrap(make) as loader:
+        epochs = [[int(batch[0]["number"][0]) for batch in loader] for _ in range(3)]
+    assert epochs == [[0, 4], [100, 104], [200, 204]]
+    assert len(every_cut(lambda: midepoch.wrap(make))) == 6
+
+
+@pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, py_num_workers=1, py_start_method="fork")
+def from_workers() -> Any:
+    return fn.external_source(source=numbered, batch=False, parallel=True)
+
+
+def test_a_factory_whose_source_runs_in_processes_of_dali_goes_on_exactly() -> None:
+    @dali.factory
+    def make(checkpointing: dict[str, Any]) -> Any:
+        return DALIGenericIterator([from_workers(**checkpointing)], ["number"])
+
+    with midepoch.wrap(make) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        assert [int(batch[0]["number"][0]) for batch in batches] == [4]
+    with midepoch.wrap(make) as fresh:
+        fresh.load_state_dict(state)
+        assert [[int(batch[0]["number"][0]) for batch in fresh] for _ in range(2)] == [[4], [100, 104]]
+
+
+# --- jax -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"auto_reset": True}, {"prepare_first_batch": False}])
+def test_jax_s_iterator_goes_on_exactly(options: dict[str, Any], root: str) -> None:
+    pytest.importorskip("jax", reason="jax is not installed; make wild runs its row")
+    from nvidia.dali.plugin.jax import data_iterator
+
+    def graph() -> Any:
+        return fn.readers.numpy(file_root=root, name="Reader", random_shuffle=True, seed=3), fn.random.uniform(seed=4)
+
+    def make() -> Any:
+        define = data_iterator(graph, output_map=["number", "drawn"], reader_name="Reader", **options)
+        return define(batch_size=BATCH, device_id=None)
+
+    bare = [digest({name: np.asarray(value) for name, value in batch.items()}) for batch in make()]
+    plain = lambda batch: {name: np.asarray(value) for name, value in batch.items()}
+    given = every_cut(lambda: midepoch.wrap(make(), then=plain))
+    assert given[:4] == bare and len(set(given)) == 12
+
+
+def test_the_laws_hold_for_jax_s_iterator(root: str) -> None:
+    pytest.importorskip("jax", reason="jax is not installed; make wild runs this test")
+    report = check_resumable(
+        functools.partial(sources.of_jax, root), quick=True, shuffled=True, identify=sources.identify,
+        draws=sources.draws, raise_on_failure=False,
+    )  # fmt: skip
+    assert report.holds, str(report)
+    refused = {verdict.law: verdict.reason for verdict in report.verdicts if verdict.status == "refused clearly"}
+    assert list(refused) == ["topology", "reshard"] and all("number of shards" in why for why in refused.values())
+
+
+# --- dynamic mode -----------------------------------------------------------------------------------------------------
+
+
+def labels(loader: midepoch.Loader) -> list[list[int]]:
+    return [sources.identify(batch) for batch in loader]
+
+
+@pytest.mark.parametrize(("options", "batch"), [({}, BATCH), ({"shard_id": 1, "num_shards": 3}, 5)])  # 1, 2, 1 batches
+def test_dynamic_mode_goes_on_by_dali_s_own_checkpoint(options: dict[str, Any], batch: int, root: str) -> None:
+    reader = ndd.readers.Numpy(file_root=root, random_shuffle=True, seed=3, initial_fill=5, **options)
+    epochs = (each for _ in range(3) for (each,) in reader.next_epoch(batch_size=batch))
+    bare = [[int(np.asarray(number)[0]) for number in each] for each in epochs]
+    make = functools.partial(sources.dynamic, root, batch_size=batch, seed=1, **options)
+    with make() as loader:
+        assert [each for _ in range(3) for each in labels(loader)] == bare
+    assert len(set(every_cut(make))) == len(bare)
+
+
+def test_the_laws_hold_in_dynamic_mode(root: str) -> None:
+    report = check_resumable(
+        functools.partial(sources.dynamic, root, batch_size=BATCH), quick=True, shuffled=True, world_sizes=(1, 2),
+        identify=sources.identify, draws=sources.draws, raise_on_failure=False,
+    )  # fmt: skip
+    assert report.holds, str(report)
+    refused = {verdict.law for verdict in report.verdicts if verdict.status == "refused clearly"}
+    assert refused == {"topology", "reshard", "delivery"}
+
+
+def test_dynamic_mode_is_refused_where_its_epochs_are_not_seen(root: str) -> None:
+    reader = ndd.readers.Numpy(file_root=root)
+
+    def batches() -> Iterator[Any]:
+        yield from reader.next_epoch(batch_size=BATCH)
+
+    class Epochs:
+        def __iter__(self) -> Iterator[Any]:
+            yield from reader.next_epoch(batch_size=BATCH)
+
+    for source in (batches, Epochs(), reader, lambda: reader.next_epoch(batch_size=BATCH)):
+        with pytest.raises(Unsupported, match=r"dynamic mode.*functools\.partial\(reader\.next_epoch"):
+            midepoch.wrap(source)
+    with pytest.raises(Unsupported, match="no batch_size"):
+        midepoch.wrap(reader.next_epoch)
+    with pytest.raises(Unsupported, match="capture=True"):
+        midepoch.wrap(functools.partial(reader.next_epoch, batch_size=BATCH, capture=True))
+    next(iter(reader.next_epoch(batch_size=BATCH)))
+    with pytest.raises(Unsupported, match="already been read"):
+        midepoch.wrap(functools.partial(reader.next_epoch, batch_size=BATCH))
+    epochs = functools.partial(ndd.readers.Numpy(file_root=root).next_epoch, batch_size=2)
+    loader = midepoch.wrap(epochs, world=World(1, 2))
+    with pytest.raises(Unsupported, match="write num_shards=2, shard_id=1"):
+        next(iter(loader))
+
+
+STICKS = {"shard_id": 1, "num_shards": 2, "stick_to_shard": True}
+OTHER_READERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"batch_size": 2}, "batch_size differs"),
+    ({}, {"file_filter": "0*.npy"}, r"settings differs: .* \(only here: file_filter\)"),
+    (STICKS, {**STICKS, "stick_to_shard": False}, r"settings differs: .* \(other stick_to_shard\)"),
+    ({"shard_id": 0, "num_shards": 2}, {"shard_id": 1, "num_shards": 2}, "shard_id differs: .* with 0, .* has 1"),
+    ({"shard_id": 0, "num_shards": 2}, {"shard_id": 0, "num_shards": 3}, "num_shards differs|size"),
+    ({}, {"root": "other"}, "data differs"),
+]
+FAST = {"prefetch_queue_depth": 3, "read_ahead": True, "dont_use_mmap": True, "lazy_init": True}
+
+
+@pytest.mark.parametrize(("saved", "here", "told"), OTHER_READERS)
+def test_a_state_of_another_dynamic_reader_is_refused(
+    saved: dict[str, Any], here: dict[str, Any], told: str, root: str, tmp_path: Path
+) -> None:
+    loader = sources.dynamic(root, **saved)
+    next(iter(loader))
+    other = tmp_path / Path(root).name  # as many files, with other names
+    other.mkdir()
+    for file in Path(root).glob("*.npy"):
+        shutil.copy(file, other / f"other_{file.name}")
+    make = functools.partial(sources.dynamic, **{**here, "root": str(other) if "root" in here else root})
+    with pytest.raises(StateMismatchError, match=told):
+        make().load_state_dict(loader.state_dict())
+
+
+def test_settings_of_a_dynamic_reader_that_change_no_data_are_not_compared(root: str) -> None:
+    loader = sources.dynamic(root)
+    batches = iter(loader)
+    next(batches)
+    state, rest = loader.state_dict(), list(map(sources.identify, batches))
+    for name, value in FAST.items():
+        other = sources.dynamic(root, **{name: value})
+        other.load_state_dict(state)
+        assert labels(other) == rest, name
+
+
+def tfrecord(folder: Path, feature: Any, name: str = "number") -> midepoch.Loader:
+    reader = ndd.readers.TFRecord(
+        path=[str(folder / "records")], index_path=[str(folder / "index")], features={name: feature},
+        random_shuffle=True, seed=3, initial_fill=5,
+    )  # fmt: skip
+    epochs = functools.partial(reader.next_epoch, batch_size=BATCH)
+    return midepoch.wrap(epochs, then=lambda batch: [int(np.asarray(each)[0]) for each in batch[name]], seed=1)
+
+
+def test_tfrecord_in_dynamic_mode_goes_on_exactly_and_its_features_are_compared(tmp_path: Path) -> None:
+    records, index = b"", ""
+    for number in range(SIZE):
+        numbers = pack([Field.of(3, pack([Field.of(1, bytes([number]))]))])  # an Int64List in a Feature
+        entry = pack([Field.of(1, "number"), Field.of(2, numbers)])
+        example = pack([Field.of(1, pack([Field.of(1, entry)]))])
+        record = len(example).to_bytes(8, "little") + bytes(4) + example + bytes(4)
+        index += f"{len(records)} {len(record)}\n"
+        records += record
+    (tmp_path / "records").write_bytes(records)
+    (tmp_path / "index").write_text(index)
+    kinds: Any = tfrecords  # has no types
+    one = functools.partial(kinds.FixedLenFeature, (1,), kinds.int64, 0)
+    assert len(set(every_cut(lambda: tfrecord(tmp_path, one()), 2))) == 8
+    with tfrecord(tmp_path, one()) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with pytest.raises(StateMismatchError, match=r"settings differs: .* \(other features\)"):
+        tfrecord(tmp_path, one(), "digit").load_state_dict(state)
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_that_differs_names_its_operators(root: str) -> None:
+    with midepoch.wrap(iterator(root)) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with pytest.raises(StateMismatchError, match=r"graph differs: .*\(other Cast\)"):
+        midepoch.wrap(iterator(root, plus=2)).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match=r"graph differs: .*\(only here: ArithmeticGenericOp\)"):
+        midepoch.wrap(iterator(root, shifted=True)).load_state_dict(state)
+
+
+@pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, seed=3)
+def in_an_order(root: str, first: str) -> Any:
+    number = fn.cast(fn.readers.numpy(file_root=root, name="Reader"), dtype=types.FLOAT)
+    for name in ("pad", "sum") if first == "pad" else ("sum", "pad"):
+        number = fn.pad(number, shape=[3]) if name == "pad" else fn.reductions.sum(number, axes=0, keep_dims=True)
+    return number
+
+
+def test_operators_in_another_order_are_named(root: str) -> None:
+    def made(first: str) -> midepoch.Loader:
+        return midepoch.wrap(DALIGenericIterator([in_an_order(root, first)], ["number"], reader_name="Reader"))
+
+    with made("pad") as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with pytest.raises(StateMismatchError, match=r"graph differs: .*\(other Pad, reductions.Sum\)"):
+        made("sum").load_state_dict(state)
+
+
+def test_another_world_is_refused_with_the_lines_that_would_allow_it(root: str) -> None:
+    with midepoch.wrap(iterator(root)) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with pytest.raises(StateMismatchError) as raised:
+        midepoch.wrap(iterator(root), world=World(0, 2)).load_state_dict(state)
+    cure = "dali.readers.numpy(...) of midepoch.adapters in place of fn.readers.numpy(...), dali.random in place of"
+    assert cure in str(raised.value)
+
+
+def test_a_pipeline_that_dali_cannot_build_with_checkpoints_is_refused_with_its_own_words(root: str) -> None:
+    @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None)
+    def fits() -> Any:
+        return fn.experimental.readers.fits(file_root=root, file_filter="*.npy", name="Reader")
+
+    keeps_none = DALIGenericIterator([fits()], ["number"], reader_name="Reader", prepare_first_batch=False)
+    separated = iterator(root, prefetch_queue_depth={"cpu_size": 2, "gpu_size": 3}, exec_dynamic=False)
+    for made, why in ((keeps_none, "Fits reader"), (separated, "Checkpointing is not supported with `separated`")):
+        with pytest.raises(SourceError, match=rf"cannot build this pipeline with checkpoints \(.*{why}.*dali.readers"):
+            next(iter(midepoch.wrap(made)))
+
+
+def test_a_reader_s_name_beside_midepoch_s_readers(root: str) -> None:
+    with pytest.raises(Unsupported, match=r"reader_name='Reader': midepoch's readers tell the length"):
+        DALIGenericIterator([fed(root)], ["number", "drawn"], reader_name="Reader")
+
+
+@pytest.mark.filterwarnings("ignore:The external source node")  # not all of its outputs are used here
+def test_the_number_of_attempts_at_a_window(root: str) -> None:
+    jpegs = str(Path(root).parent / "jpeg")
+
+    def shapes(**keywords: Any) -> torch.Tensor:
+        @pipeline_def(batch_size=SIZE, num_threads=1, device_id=None)
+        def pipeline() -> Any:
+            encoded, _ = dali.readers.file(file_root=jpegs)
+            return dali.random.crop_window(encoded, random_aspect_ratio=(0.05, 20.0), **keywords)[1]
+
+        with midepoch.wrap(DALIGenericIterator([pipeline()], ["shape"]), seed=2) as loader:
+            return torch.as_tensor(next(iter(loader))[0]["shape"])
+
+    assert torch.equal(shapes(), shapes(num_attempts=10))
+    # A single attempt seldom fits so narrow a window, and is then cut to the image's whole height or width.
+    whole = [int((shapes(num_attempts=attempts) >= 1).any(dim=1).sum()) for attempts in (1, 50)]
+    assert whole[0] > 2 * whole[1]
+    for wrong in (0, 1001, 1.0):
+        with pytest.raises(ValueError, match=r"num_attempts must be an int in \[1, 1000\]"):
+            shapes(num_attempts=wrong)

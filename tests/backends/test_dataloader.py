@@ -1,0 +1,890 @@
+"""torch's DataLoader, with all of its settings, resumed in the middle of an epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import multiprocessing
+import multiprocessing.context
+import queue
+import random
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import midepoch
+from midepoch import (
+    MidepochError,
+    MidepochWarning,
+    ResumableSampler,
+    SourceError,
+    StateError,
+    UnsupportedSourceError,
+    World,
+)
+from midepoch.loader.loader import Loader
+from midepoch.state.parts import seal_detail
+from support import sources
+from support.places import TESTS
+
+SIZE = 22
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("data", [sources.Noisy(SIZE), sources.Stream(SIZE)], ids=["indexed", "stream"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterator_of_a_loader_is_refused(kind: Any, data: Any, workers: int) -> None:
+    iterator = iter(kind(data, 4, num_workers=workers))
+    with pytest.raises(UnsupportedSourceError, match=f"{type(iterator).__name__}.*wrap the DataLoader itself"):
+        midepoch.wrap(iterator, seed=0)
+
+
+def test_an_iterator_of_a_wrapped_loader_is_refused() -> None:
+    loader = midepoch.wrap(DataLoader(sources.Noisy(SIZE), 4), seed=0)
+    with pytest.raises(UnsupportedSourceError, match="iterate the wrapped loader itself"):
+        midepoch.wrap(iter(loader))
+    assert midepoch.wrap(loader) is loader
+
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "sequential": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4),
+    "shuffled": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, shuffle=True),
+    "drop_last": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, shuffle=True, drop_last=True),
+    "no batches": lambda: DataLoader(sources.Noisy(SIZE), batch_size=None, shuffle=True),
+    "with a generator": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(9)
+    ),
+    "subset": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, sampler=SubsetRandomSampler(range(3, 20))),
+    "weighted": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_size=4, sampler=WeightedRandomSampler([1.0 + i for i in range(SIZE)], 30)
+    ),
+    "with replacement": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_size=4, sampler=RandomSampler(range(SIZE), replacement=True, num_samples=30)
+    ),
+    "fewer samples": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_size=4, sampler=RandomSampler(range(SIZE), num_samples=13)
+    ),
+    "own sampler": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, sampler=sources.EverySecond(SIZE)),
+    "list as sampler": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, sampler=[5, 3, 1, 5, 3, 1, 0]),
+    "own batch sampler": lambda: DataLoader(sources.Noisy(SIZE), batch_sampler=sources.Buckets(SIZE)),
+    "list as batch sampler": lambda: DataLoader(sources.Noisy(SIZE), batch_sampler=[[1, 2], [3], [4, 5, 6]]),
+    "torch's batch sampler": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_sampler=BatchSampler(SequentialSampler(range(SIZE)), 5, True)
+    ),
+    "batch sampler of an own sampler": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_sampler=BatchSampler(sources.EverySecond(SIZE), 5, False)
+    ),
+    "distributed sampler alone": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_size=4, sampler=DistributedSampler(sources.Indices(SIZE), 1, 0, seed=3)
+    ),
+    "resumable sampler": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, sampler=ResumableSampler(SIZE, seed=3)),
+    "collate": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, shuffle=True, collate_fn=sources.noisy_collate),
+    "getitems": lambda: DataLoader(sources.Fetched(SIZE), batch_size=4, shuffle=True),
+    "tensors": lambda: DataLoader(TensorDataset(torch.arange(SIZE)), batch_size=4, shuffle=True),
+    "list": lambda: DataLoader(list(range(SIZE)), batch_size=4, shuffle=True),  # type: ignore[arg-type]
+    "pinned": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, shuffle=True, pin_memory=True),
+    "workers": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, shuffle=True, num_workers=2, prefetch_factor=3),
+    "one worker, own batch sampler, pinned": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_sampler=sources.Buckets(SIZE), num_workers=1, pin_memory=True
+    ),
+    "persistent workers": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True, timeout=60
+    ),
+    "getitems and collate in workers": lambda: DataLoader(
+        sources.Fetched(SIZE), batch_size=4, shuffle=True, num_workers=2, collate_fn=sources.noisy_collate
+    ),
+}
+loaders = pytest.mark.parametrize("name", LOADERS)
+
+
+def wrapped(name: str, **keywords: Any) -> Loader:
+    return midepoch.wrap(LOADERS[name](), **{"seed": 5, **keywords})
+
+
+@loaders
+def test_every_setting_resumes_exactly(name: str) -> None:
+    make = functools.partial(wrapped, name)
+    with make() as loader:
+        first = []
+        states = [loader.state_dict()]
+        for batch in loader:
+            first.append(sources.plain(batch))
+            states.append(loader.state_dict())
+        second = sources.taken(loader)
+    for cut in (0, 2, len(first) - 1, len(first)):
+        with make() as loader:
+            loader.load_state_dict(states[cut])
+            if cut < len(first):
+                assert sources.taken(loader) == first[cut:]
+            assert sources.taken(loader) == second
+    assert len(loader) == len(first)
+    assert all(loader.capabilities.__dict__.values()), loader.capabilities
+
+
+@loaders
+def test_the_batches_are_those_that_the_loader_describes(name: str) -> None:
+    """Same samples and batch sizes as the plain loader's, whatever the order."""
+    plain = [sources.plain(batch) for batch in LOADERS[name]()]
+    with wrapped(name) as loader:
+        ours = sources.taken(loader)
+    shape = functools.partial(map, lambda batch: len(batch) if isinstance(batch, list) else batch)
+    assert list(shape(ours)) == list(shape(plain))
+    if name not in ("weighted", "with replacement", "fewer samples", "drop_last", "torch's batch sampler"):
+        assert Counter(indices(ours)) == Counter(indices(plain))
+
+
+def indices(batches: list[Any]) -> list[Any]:
+    """The samples' indices, from whatever batches hold them."""
+    if not isinstance(batches, list):
+        return [batches]
+    if len(batches) == 4 and all(isinstance(each, float) for each in batches):
+        return [batches[0]]
+    if len(batches) == 3 and isinstance(batches[1], float) and isinstance(batches[0], list):
+        return indices(batches[0])
+    return [index for each in batches for index in indices(each)]
+
+
+@loaders
+def test_the_user_s_loader_is_left_as_it_was(name: str) -> None:
+    source = LOADERS[name]()
+    attributes = dict(vars(source))
+    dataset, sampler = vars_of(source.dataset), vars_of(source.sampler)
+    torch.manual_seed(1)
+    expected = [sources.plain(batch) for batch in LOADERS[name]()]
+    torch.manual_seed(1)
+    with midepoch.wrap(source, seed=5) as loader:
+        assert loader.source is source
+        sources.taken(loader, 2)
+        loader.load_state_dict(loader.state_dict())
+        sources.taken(loader)
+    assert dict(vars(source)) == attributes
+    assert vars_of(source.dataset) == dataset
+    assert vars_of(source.sampler) == sampler
+    # ... and gives what it would have given
+    again = [sources.plain(batch) for batch in source]
+    assert [len(batch) if isinstance(batch, list) else 1 for batch in again] == [
+        len(batch) if isinstance(batch, list) else 1 for batch in expected
+    ]
+
+
+def vars_of(thing: Any) -> dict[str, Any]:
+    return {name: value for name, value in getattr(thing, "__dict__", {}).items() if name not in ("tensors", "weights")}
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_started_either_way(context: str) -> None:
+    """Bit-equal with no workers, augmentations included, after a resume in mid-epoch too."""
+    whole = sources.taken(wrapped("shuffled"))
+    source = sources.noisy_loader(SIZE, num_workers=2, multiprocessing_context=context, persistent_workers=True)
+    with midepoch.wrap(source, seed=5) as loader:
+        assert sources.taken(loader, 2) == whole[:2]
+        loader.load_state_dict({**wrapped("shuffled").state_dict()})
+        assert sources.taken(loader) == whole
+
+
+def test_any_number_of_workers_on_either_side() -> None:
+    whole = sources.taken(wrapped("shuffled"))
+    for before, after in itertools.product((0, 1, 2), repeat=2):
+        state = sources.heads(lambda n=before: midepoch.wrap(sources.noisy_loader(num_workers=n), seed=5), 3)[1]  # type: ignore[misc]
+        rest = sources.resumed(lambda n=after: midepoch.wrap(sources.noisy_loader(num_workers=n), seed=5), state)  # type: ignore[misc]
+        assert rest == whole[3:], (before, after)
+
+
+@pytest.mark.parametrize("name", ["shuffled", "weighted", "own sampler"])
+def test_a_sample_s_augmentation_is_the_same_on_any_world(name: str) -> None:
+    """So the samples of all ranks in order are those of one process, bit for bit, but for the padding at the end."""
+    alone = sources.flat(sources.taken(wrapped(name)))
+    for world_size in (2, 3):
+        ranks = [sources.taken(wrapped(name, world=World(rank, world_size))) for rank in range(world_size)]
+        together = [sample for step in zip(*ranks, strict=True) for batch in step for sample in batch]
+        assert together[: len(alone)] == alone
+        # A padded repeat has the very stream of what it repeats.
+        assert together[len(alone) :] == alone[: -len(alone) % world_size]
+
+
+def test_collate_randomness_is_exact_on_the_same_split() -> None:
+    one = sources.taken(wrapped("collate"))
+    assert len({batch[1] for batch in one}) == len(one)
+    state = sources.heads(functools.partial(wrapped, "collate"), 2)[1]
+    assert sources.resumed(functools.partial(wrapped, "collate"), state) == one[2:]
+    assert "same split" in wrapped("collate").capabilities.exact_augmentations.reason
+
+
+def test_worker_init_fn_sees_the_user_s_dataset() -> None:
+    source = DataLoader(
+        sources.Configured(6), batch_size=2, num_workers=2, worker_init_fn=sources.tell_the_dataset, collate_fn=list
+    )
+    with midepoch.wrap(source, seed=5) as loader:
+        assert sources.taken(loader) == [[[0, 7], [1, 7]], [[2, 7], [3, 7]], [[4, 7], [5, 7]]]
+    driven = DataLoader(Told(6), batch_size=2, num_workers=2, worker_init_fn=sources.tell_the_dataset, collate_fn=list)
+    with midepoch.wrap(driven, seed=5) as loader:
+        assert [sample for batch in sources.taken(loader) for sample in batch] == [7] * 6
+
+
+class Told(sources.Exposing):
+    told = -1
+
+    def __next__(self) -> Any:
+        super().__next__()
+        return self.told
+
+
+class WorkerSeed(sources.Indices):
+    """What code that seeds by worker sees."""
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return info.id, info.seed
+
+
+def test_the_seeds_of_workers_repeat_themselves() -> None:
+    source = DataLoader(WorkerSeed(4), batch_size=2, num_workers=2, collate_fn=list)
+    with midepoch.wrap(source, seed=5) as first, midepoch.wrap(source, seed=5) as second:
+        seeds = sources.taken(first)
+        assert sources.taken(second) == seeds
+        assert sources.taken(first) != seeds  # another epoch
+
+
+def test_persistent_workers_persist_and_end() -> None:
+    source = DataLoader(WorkerPids(8), batch_size=2, num_workers=2, persistent_workers=True)
+    with midepoch.wrap(source, seed=5) as loader:
+        first = {pid for batch in sources.taken(loader) for pid in batch}
+        loader.load_state_dict(loader.state_dict())
+        second = {pid for batch in sources.taken(loader) for pid in batch}
+        assert first == second
+        assert len(first) == 2
+    for pid in first:
+        assert not Path(f"/proc/{pid}/stat").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text()
+
+
+def test_workers_end_with_their_pass() -> None:
+    source = DataLoader(WorkerPids(8), batch_size=2, num_workers=2)
+    loader = midepoch.wrap(source, seed=5)
+    batches = iter(loader)
+    pids = set(next(batches).tolist()) | set(next(batches).tolist())
+    assert len(pids) == 2
+    loader.close()
+    for pid in pids:
+        assert not Path(f"/proc/{pid}/stat").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text()
+
+
+class WorkerPids(sources.Indices):
+    def __getitem__(self, index: int) -> int:
+        import os
+
+        return os.getpid()
+
+
+# --- samplers of several ranks ---
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_distributed_sampler_is_understood(drop_last: bool) -> None:
+    def make(rank: int) -> Loader:
+        dataset = sources.Noisy(SIZE + 1)
+        sampler: Sampler[int] = DistributedSampler(dataset, 2, rank, seed=7, drop_last=drop_last)
+        return midepoch.wrap(DataLoader(dataset, batch_size=4, sampler=sampler))
+
+    ranks = [make(rank) for rank in range(2)]
+    assert all(loader.state_dict()["seed"] == 7 for loader in ranks)
+    assert [len(loader) for loader in ranks] == [3, 3]
+    batches = [sources.taken(loader) for loader in ranks]
+    counted = Counter(indices(batches))
+    assert sum(counted.values()) == (22 if drop_last else 24)
+    assert len(counted) == (22 if drop_last else 23)
+    assert {loader.epoch for loader in ranks} == {1}
+    assert ranks[0].state_dict() == ranks[1].state_dict()
+
+
+def test_a_distributed_sampler_of_another_world_is_refused() -> None:
+    sampler: Sampler[int] = DistributedSampler(sources.Indices(SIZE), 2, 0)
+    loader = midepoch.wrap(DataLoader(sources.Noisy(SIZE), batch_size=4, sampler=sampler), world=World(0, 3))
+    with pytest.raises(MidepochError, match=r"0 of 2.*0 of 3"):
+        len(loader)
+
+
+def test_without_a_sampler_the_loader_is_sharded() -> None:
+    ranks = [sources.taken(wrapped("shuffled", world=World(rank, 2))) for rank in range(2)]
+    assert sorted(indices(ranks)) == list(range(SIZE))
+
+
+# --- ResumableSampler ---
+
+
+def test_a_resumable_sampler_alone() -> None:
+    """In place of RandomSampler, with a state after any index."""
+
+    def make(**keywords: Any) -> ResumableSampler:
+        return ResumableSampler(700, seed=3, **keywords)
+
+    sampler = make()
+    first, second = list(sampler), list(sampler)
+    assert sorted(first) == sorted(second) == list(range(700))
+    assert first != second
+    assert len(sampler) == 700
+    for cut in (0, 1, 511, 512, 513, 699, 700):
+        running = make()
+        indices = iter(running)
+        for _ in range(cut):
+            next(indices)
+        state = running.state_dict()
+        assert (state["epoch"], state["position"]) == ((0, cut) if cut < 700 else (1, 0))
+        fresh = make()
+        fresh.load_state_dict(state)
+        assert list(fresh) == (first[cut:] if cut < 700 else second)
+        running.load_state_dict(state)
+        if cut < 700:
+            assert list(indices) == first[cut:], "a pass that runs goes on from the state"
+    assert list(ResumableSampler(5, shuffle=False)) == [0, 1, 2, 3, 4]
+
+
+def test_resumable_samplers_share_the_indices() -> None:
+    for drop_last in (False, True):
+        ranks = [
+            ResumableSampler(23, world=World(rank, 2), batch_size=4, drop_last=drop_last, shuffle=False)
+            for rank in range(2)
+        ]
+        given = [list(sampler) for sampler in ranks]
+        assert [len(sampler) for sampler in ranks] == [len(each) for each in given]
+        assert given[0][:8] == [0, 1, 2, 3, 8, 9, 10, 11]
+        assert Counter(sources.flat(given)) == Counter(range(22) if drop_last else [*range(23), 0])
+        assert ranks[0].state_dict() == ranks[1].state_dict()
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_resumable_sampler_in_a_wrapped_loader(drop_last: bool) -> None:
+    """Its seed, its world and its tail are the loader's."""
+
+    def make(rank: int) -> Loader:
+        sampler = ResumableSampler(23, seed=9, world=World(rank, 2), drop_last=drop_last)
+        return midepoch.wrap(DataLoader(sources.Noisy(23), batch_size=4, sampler=sampler))
+
+    batches = [sources.taken(make(rank)) for rank in range(2)]
+    assert make(0).state_dict()["seed"] == 9
+    assert sum(Counter(indices(batches)).values()) == (22 if drop_last else 24)
+
+
+@pytest.mark.parametrize(
+    "keywords", [{"seed": -1}, {"seed": 1.5}, {"batch_size": 0}, {"size": -1}, {"shuffle": 7}], ids=str
+)
+def test_a_resumable_sampler_checks_its_arguments(keywords: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        ResumableSampler(**{"size": 5, **keywords})
+
+
+def test_a_loader_over_a_resumable_sampler_unwrapped() -> None:
+    source = DataLoader(sources.Indices(10), batch_size=2, sampler=ResumableSampler(10, seed=3))
+    plain = [batch.tolist() for batch in source]
+    assert plain == sources.taken(midepoch.wrap(DataLoader(sources.Indices(10), batch_size=2, shuffle=True), seed=3))
+
+
+# --- iterable datasets that expose samplers ---
+
+
+def test_the_class_of_the_design_unchanged() -> None:
+    """Wrapped alone, in a DataLoader, and in one with workers, which share the epoch rather than repeat it."""
+    torch.manual_seed(0)
+    dataset = sources.RandomIterableDataset(3, 20)
+    attributes = dict(vars(dataset))
+    for num_workers, batch_size in ((None, 1), (0, 4), (1, 4), (2, 3), (3, None)):
+
+        def make(workers: int | None = num_workers, size: int | None = batch_size) -> Loader:
+            source = dataset if workers is None else DataLoader(dataset, batch_size=size, num_workers=workers)
+            return midepoch.wrap(source, seed=5)
+
+        with make() as loader:
+            whole, later = sources.taken(loader), sources.taken(loader)
+            samples = sources.flat(whole) if batch_size and num_workers is not None else whole
+            assert sorted(samples) == sorted(dataset.data.tolist())
+            assert len(loader) == len(whole)
+            assert all(loader.capabilities.__dict__.values()), loader.capabilities
+        for cut in (1, len(whole) - 1, len(whole)):
+            state = sources.heads(make, cut)[1]
+            assert sources.resumed(make, state) == (whole[cut:] or later)
+    assert vars(dataset) == attributes
+
+
+def test_any_number_of_workers_share_a_driven_epoch_alike() -> None:
+    def make(workers: int, rank: int = 0, world_size: int = 1) -> Loader:
+        source = DataLoader(sources.Exposing(SIZE), batch_size=4, num_workers=workers)
+        return midepoch.wrap(source, seed=5, world=World(rank, world_size))
+
+    whole = sources.taken(make(0))
+    for before, after in ((0, 2), (2, 0), (3, 1)):
+        state = sources.heads(functools.partial(make, before), 2)[1]
+        assert sources.resumed(functools.partial(make, after), state) == whole[2:]
+    ranks = [sources.taken(make(rank, rank, 2)) for rank in range(2)]
+    together = [sample for step in zip(*ranks, strict=True) for batch in step for sample in batch]
+    assert together == sources.flat(whole)
+
+
+def test_a_subclass_resumes_by_itself() -> None:
+    def make() -> sources.Inheriting:
+        torch.manual_seed(4)
+        return sources.Inheriting(12)
+
+    assert isinstance(make(), midepoch.StatefulIterable)
+    dataset = make()
+    whole, later = sources.taken(dataset), sources.taken(dataset)
+    assert sorted(sample[0] for sample in whole) == list(range(12))
+    assert whole != later
+    for cut in (0, 5, 12):
+        running, fresh = make(), make()
+        sources.taken(running, cut)
+        fresh.load_state_dict(running.state_dict())
+        assert sources.taken(fresh) == (whole[cut:] or later)
+
+
+def test_a_subclass_in_a_loader() -> None:
+    """Unwrapped without workers it knows where it stands; with workers it refuses, and says what to do."""
+    torch.manual_seed(4)
+    dataset = sources.Inheriting(12)
+    unwrapped = iter(DataLoader(dataset, batch_size=4))
+    next(unwrapped)
+    assert dataset.state_dict()["position"] == 4
+
+    def make(workers: int) -> Loader:
+        torch.manual_seed(4)
+        return midepoch.wrap(DataLoader(sources.Inheriting(12), batch_size=4, num_workers=workers), seed=5)
+
+    whole = sources.taken(make(0))
+    state = sources.heads(functools.partial(make, 2), 1)[1]
+    assert sources.resumed(functools.partial(make, 1), state) == whole[1:]
+    for context in ("fork", "spawn"):
+        batches = iter(DataLoader(sources.Inheriting(12), num_workers=1, multiprocessing_context=context))
+        with pytest.raises(StateError, match=r"use wrap\(DataLoader\(dataset\)\)"):
+            next(batches)
+
+
+def test_several_samplers() -> None:
+    for workers in (None, 2):
+
+        def make(workers: int | None = workers) -> Loader:
+            dataset = sources.Pairs(10)
+            return midepoch.wrap(dataset if workers is None else DataLoader(dataset, num_workers=workers), seed=5)
+
+        with make() as loader:
+            whole = sources.taken(loader)
+        flat = whole if workers is None else sources.flat(whole)
+        assert sorted(sample[0] for sample in flat) + sorted(sample[1] for sample in flat) != []
+        assert sorted(number for sample in flat for number in sample[:2]) == list(range(20))
+        assert sorted(sample[2] for sample in flat) == list(range(10))
+        assert sources.resumed(make, sources.heads(make, 4)[1]) == whole[4:]
+
+
+def test_batches_in_flight_of_an_epoch_whose_draws_varied() -> None:
+    """They are known within the epoch and from the next one on; more than were taken are refused."""
+    order = [int(index) for index in sources.taken(midepoch.wrap(ResumableSampler(20, seed=5)))]
+    out = [order[8], order[12]]  # positions 8 and 12 only
+
+    def make() -> Loader:
+        return midepoch.wrap(sources.Rejecting(20, out), seed=5)
+
+    whole = sources.taken(make())
+    loader = make()
+    batches = iter(loader)
+    for _ in range(15):
+        next(batches)
+    assert sources.quiet_resume(make, loader.state_dict(in_flight=2)) == whole[13:]
+    list(batches)
+    next(iter(loader))
+    for in_flight in range(2, 9):
+        assert sources.quiet_resume(make, loader.state_dict(in_flight)) == whole[len(whole) + 1 - in_flight :]
+    with pytest.raises(StateError, match="in_flight"):
+        loader.state_dict(in_flight=len(whole) + 2)
+
+
+def test_driven_without_streams_still_jumps() -> None:
+    """The order resumes; the augmentations are the caller's, whose generators only reading moves."""
+
+    def make() -> Loader:
+        return midepoch.wrap(sources.Exposing(20), seed=5, randomness="none")
+
+    torch.manual_seed(3)
+    loader = make()
+    assert loader.capabilities.constant_time_resume
+    assert not loader.capabilities.exact_augmentations
+    loader.state_dict()
+    first = float(next(iter(loader))[2])
+    torch.manual_seed(3)
+    assert first == float(torch.rand(()))
+    whole = [sample[0] for sample in sources.taken(make())]
+    state = sources.heads(make, 7)[1]
+    assert [sample[0] for sample in sources.resumed(make, state)] == whole[7:]
+
+
+def test_a_dataset_that_shares_its_sampler_among_workers_is_named() -> None:
+    with midepoch.wrap(DataLoader(sources.SharingItsSampler(20), num_workers=2), seed=5) as loader:  # noqa: SIM117
+        with pytest.raises(SourceError, match=r"SharingItsSampler drew .*shard=False"):
+            sources.taken(loader)
+    # Left to it, every worker reads a stream of its own.
+    dataset = sources.SharingItsSampler(20)
+
+    def make() -> Loader:
+        return midepoch.wrap(DataLoader(dataset, batch_size=2, num_workers=2), seed=5, shard=False)
+
+    with make() as loader:
+        whole = sources.taken(loader)
+    assert len(sources.flat(whole)) == 20
+    assert sources.quiet_resume(make, sources.heads(make, 3)[1]) == whole[3:]
+
+
+# --- what goes wrong ---
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("deadly", [False, True], ids=["raises", "is killed"])
+def test_a_worker_that_raises_or_is_killed(persistent: bool, deadly: bool, tmp_path: Path) -> None:
+    """The error reaches the loop, the state is that of the last batch received, and it resumes: here and elsewhere."""
+    marker = tmp_path / "failing"
+    marker.touch()
+    whole = sources.taken(wrapped("shuffled"))
+    index = int(whole[3][0][0])
+    dataset = sources.Failing(SIZE, [index], marker, deadly)
+    source = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=2, persistent_workers=persistent)
+    with midepoch.wrap(source, seed=5, on_error="retry") as loader:
+        batches, got, state = iter(loader), [], loader.state_dict()
+        with pytest.raises(
+            RuntimeError, match="exited unexpectedly|killed" if deadly else f"sample {index} cannot be read"
+        ) as failure:
+            for batch in batches:
+                got.append(sources.plain(batch))
+                state = loader.state_dict()
+        assert isinstance(failure.value, SourceError) == deadly
+        assert loader.state_dict() == state
+        assert got == whole[: len(got)]
+        assert len(got) == 3 or deadly
+        assert state["position"] == 4 * len(got)
+        marker.unlink()
+        assert sources.resumed(functools.partial(wrapped, "shuffled"), state) == whole[len(got) :]
+        assert [sources.plain(batch) for batch in batches] == whole[len(got) :]
+
+
+def test_a_sampler_that_does_not_repeat_itself_is_named() -> None:
+    source = DataLoader(sources.Indices(8), batch_size=2, sampler=sources.Forgetful(8))
+    with pytest.raises(SourceError, match="Forgetful does not repeat itself"):
+        sources.taken(midepoch.wrap(source, seed=5))
+
+
+class Dependent(sources.EverySecond):
+    """Its list depends on something outside that another process does not share."""
+
+    start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(index + self.start) % self.size for index in range(self.size)])
+
+
+def test_a_list_that_differs_in_the_resumed_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> Loader:
+        return midepoch.wrap(DataLoader(sources.Indices(8), batch_size=2, sampler=Dependent(8)), seed=5)
+
+    state = sources.heads(make, 2)[1]
+    assert sources.resumed(make, state) == [[4, 5], [6, 7]]
+    monkeypatch.setattr(Dependent, "start", 3)
+    with pytest.raises(StateError, match=r"crc=\w+.*crc=\w+.*not reproducible"):
+        make().load_state_dict(state)
+
+
+class Epochs(sources.EverySecond):
+    """Orders by the epoch that it is told, as DistributedSampler does."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(index + self.epoch) % self.size for index in range(self.size)])
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_a_sampler_is_told_the_epoch(in_batches: bool) -> None:
+    sampler = Epochs(6)
+    source = (
+        DataLoader(sources.Indices(6), batch_sampler=BatchSampler(sampler, 3, False))
+        if in_batches
+        else DataLoader(sources.Indices(6), batch_size=3, sampler=sampler)
+    )
+    loader = midepoch.wrap(source, seed=5)
+    assert [sources.taken(loader) for _ in range(2)] == [[[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 0]]]
+    state = sources.heads(lambda: midepoch.wrap(source, seed=5), 2)[1]
+    assert sources.resumed(lambda: midepoch.wrap(source, seed=5), state) == [[1, 2, 3], [4, 5, 0]]
+    assert sampler.epoch == 1, "as a training loop leaves it"
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_loader_is_freed_with_the_function_that_loops_over_its_epochs(ends: bool, persistent: bool) -> None:
+    """At once, not by the garbage collector: a worker that is forked meanwhile would inherit its workers."""
+
+    def train() -> list[Any]:
+        source = DataLoader(sources.Indices(8), 2, num_workers=1, persistent_workers=persistent)
+        loader = midepoch.wrap(source, seed=0)
+        for epoch in loader.epochs(2):
+            for batch in loader:
+                if not ends and epoch and int(batch[0]):
+                    return list(set(multiprocessing.active_children()) - others)
+        return list(set(multiprocessing.active_children()) - others)
+
+    gc.collect()
+    others = set(multiprocessing.active_children())
+    gc.disable()
+    try:
+        for worker in train():
+            worker.join(60)
+            assert not worker.is_alive()
+    finally:
+        gc.enable()
+
+
+def test_a_dataset_may_grow_between_epochs() -> None:
+    dataset = sources.Indices(6)
+    loader = midepoch.wrap(DataLoader(dataset, batch_size=2), seed=5)
+    assert sources.flat(sources.taken(loader)) == list(range(6))
+    dataset.size = 8
+    assert len(loader) == 4 or loader.epoch == 1
+    torch_would = [batch.tolist() for batch in DataLoader(dataset, batch_size=2)]
+    assert sources.taken(loader) == torch_would
+    assert len(loader) == 4
+    assert loader.state_dict()["size"] == 8
+
+
+@pytest.mark.parametrize("cyclic", [False, True])
+def test_a_loader_that_is_dropped_in_mid_epoch_ends_its_workers_at_once(
+    cyclic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources.be_patient(monkeypatch)
+    gc.collect()  # what other tests have left
+    others = set(multiprocessing.active_children())
+    loader = midepoch.wrap(DataLoader(TensorDataset(torch.arange(64)), batch_size=4, num_workers=2), seed=0)
+    batches = iter(loader)
+    next(batches)
+    workers = set(multiprocessing.active_children()) - others
+    assert len(workers) == 2
+    if cyclic:  # as in a trainer, which refers to its callbacks and they to it
+        trainer: list[object] = [loader, batches]
+        trainer.append(trainer)
+        del trainer
+    gc.disable()
+    try:
+        start = time.monotonic()
+        del loader, batches
+        if cyclic:
+            gc.collect()
+        assert time.monotonic() - start < sources.PATIENCE / 2
+    finally:
+        gc.enable()
+    for worker in workers:
+        worker.join(60)
+        assert not worker.is_alive()
+
+
+class ByAttribute(Sampler[int]):
+    """Shuffles by numbers that the training loop sets."""
+
+    set_epoch = None
+
+    def __init__(self, salt: int = 0) -> None:
+        self.epoch, self.salt = 0, salt
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(self.salt + self.epoch).sample(range(12), 12))
+
+    def __len__(self) -> int:
+        return 12
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_what_the_loop_changes_between_epochs_counts_though_a_state_was_asked_for(load: bool) -> None:
+    def epochs(asking: bool) -> list[Any]:
+        sampler, found = ByAttribute(), []
+        loader = midepoch.wrap(DataLoader(range(12), 4, sampler=sampler), seed=0)  # type: ignore[arg-type]
+        for epoch in range(3):
+            sampler.epoch = epoch
+            found.append([batch.tolist() for batch in loader])
+            if asking:
+                state = loader.state_dict()
+                assert len(loader) == 3
+                if load:
+                    loader.load_state_dict(state)
+        return found
+
+    assert epochs(True) == epochs(False)
+    assert len({str(epoch) for epoch in epochs(True)}) == 3
+
+
+@pytest.mark.parametrize("make", [ByAttribute, lambda salt=0: WeightedRandomSampler([1.0, 2.0, 3.0 + salt], 12)])
+def test_a_sampler_that_differs_in_this_process_is_told_at_an_epoch_s_beginning(make: Callable[..., Any]) -> None:
+    def loader(salt: int = 0) -> Loader:
+        return midepoch.wrap(DataLoader(range(12), 4, sampler=make(salt)), seed=0)  # type: ignore[arg-type]
+
+    whole = [[batch.tolist() for batch in each] for each in [loader()] for _ in range(2)]
+    ended = loader()
+    list(ended)
+    state = ended.state_dict()
+    assert (state["epoch"], state["position"]) == (1, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MidepochWarning)
+        same = loader()
+        same.load_state_dict(state)
+        assert [batch.tolist() for batch in same] == whole[1]
+    with pytest.warns(MidepochWarning, match="the list of epoch 0 differs.*differs between processes"):
+        loader(1).load_state_dict(state)
+    for detail in ("last=0", "last=", "crc"):
+        with pytest.raises(StateError) if detail == "crc" else pytest.warns(MidepochWarning):
+            loader().load_state_dict(midepoch.reseal({**state, "detail": seal_detail(detail, 0, state)}))
+
+
+class Drawing(IterableDataset[Any]):
+    """Draws its order, and a number for each sample, from the global generators of its worker."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((index, random.random()) for index in random.sample(range(12), 12))
+
+
+class Around:
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [("indexed", "fork"), ("stream", "fork"), ("stateful", "fork"), ("around", "fork"), ("stateful", "spawn")],
+)
+def test_workers_that_were_kept_before_the_loader_was_wrapped_are_ended(kind: str, method: str) -> None:
+    def passes(early: bool) -> list[Any]:
+        data: Any = sources.Noisy(12) if kind in ("indexed", "around") else Drawing()
+        settings: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": method}
+        source: Any = (StatefulDataLoader if kind == "stateful" else DataLoader)(data, 3, **settings)
+        workers = []
+        if early:
+            next(iter(source))
+            workers = [psutil.Process(worker.pid) for worker in source._iterator._workers]
+        shard = None if kind in ("indexed", "around") else False
+        around = kind == "around"
+        inside = "loader" if around else None
+        with midepoch.wrap(Around(source) if around else source, seed=0, shard=shard, inside=inside) as loader:
+            assert not psutil.wait_procs(workers, timeout=60)[1]  # torch waits for them 5 seconds, and ends them
+            return [sources.taken(loader) for _ in range(2)]
+
+    assert passes(True) == passes(False)
+
+
+class _Thread(threading.Thread):
+    pid = 0
+
+    def run(self) -> None:
+        with contextlib.suppress(Exception):
+            super().run()
+
+    def terminate(self) -> None:
+        pass
+
+
+class _Threads(multiprocessing.context.BaseContext):
+    _name = "threads"
+
+    def Process(self, *arguments: Any, **keywords: Any) -> _Thread:  # noqa: N802  # multiprocessing's name
+        return _Thread(*arguments, **keywords)
+
+    def Event(self) -> Any:  # noqa: N802
+        return threading.Event()
+
+    def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802
+        made: Any = queue.Queue(maxsize)
+        made.cancel_join_thread = made.close = made.join_thread = lambda: None
+        return made
+
+
+def test_workers_that_are_threads_are_refused_and_end_no_job() -> None:
+    """In a process of its own: torch's worker leaves its mark in the process that it runs in."""
+    program = (
+        "import sys; sys.path.append(sys.argv[1])\n"
+        "import midepoch, test_dataloader as here\n"
+        "from torch.utils.data import DataLoader\n"
+        "for kept in (False, True):\n"
+        "    loader = DataLoader(range(12), 4, num_workers=2, multiprocessing_context=here._Threads(),\n"
+        "                        persistent_workers=kept)\n"
+        "    assert len(list(loader)) == 3\n"
+        "    wrapped = midepoch.wrap(loader, seed=0)\n"
+        "    for _ in range(2):\n"
+        "        try:\n"
+        "            list(wrapped)\n"
+        "        except midepoch.UnsupportedSourceError as error:\n"
+        "            print(str(error).strip().splitlines()[-1])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(TESTS)],
+        cwd=TESTS / "backends", capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.count("are threads") == done.stdout.count("multiprocessing_context out") == 4, done.stderr
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_dict_of_torchs_own_dataloader_is_not_used(
+    workers: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As pytorch#166732 proposes."""
+
+    def make() -> Any:
+        source = DataLoader(sources.Noisy(12), batch_size=4, shuffle=True, num_workers=workers)
+        return midepoch.wrap(source, seed=1)
+
+    whole = [sources.plain(batch) for batch in make()]
+    calls: list[Any] = []
+    for name in ("state_dict", "load_state_dict"):
+        monkeypatch.setattr(DataLoader, name, lambda *arguments: calls.append(arguments), raising=False)
+    with caplog.at_level("INFO", logger="midepoch"):
+        loader = make()
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "DataLoader has a state_dict of its own, which is not used: midepoch's also fits" in caplog.text
+    head = sources.taken(loader, 1)
+    assert head + sources.resumed(make, loader.state_dict()) == whole
+    assert calls == []
+
+
+class Nested(torch.utils.data.Dataset[Any]):
+    """Whole batches are nested tensors, which cannot be copied."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.nested.nested_tensor([torch.ones(index % 3 + 1), torch.full((2,), float(index))])
+
+
+def test_a_batch_that_cannot_be_copied_is_given() -> None:
+    loader = midepoch.wrap(DataLoader(Nested(), batch_size=None), seed=0)
+    assert [int(each[1][0]) for each in loader] == list(range(8))

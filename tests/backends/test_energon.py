@@ -1,0 +1,196 @@
+"""Megatron-Energon, which `make wild` installs into a folder of its own and runs these tests with."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import cpu_torchvision  # noqa: F401
+import numpy as np
+import pytest
+import torch
+
+from support.places import TESTS
+
+pytest.importorskip("megatron.energon", reason="Megatron-Energon is not installed; make wild runs these tests")
+
+import own_states_job
+
+import midepoch
+from midepoch import StateError, wrap
+from midepoch.loader.loader import Loader
+from midepoch.testing import ResumableTests, check_resumable
+from support import energon_sources as sources
+
+pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning", "ignore:'pin_memory'")
+
+
+class _Energon(ResumableTests):
+    identify: ClassVar[Any] = staticmethod(sources.texts)
+    quick = True
+    num_workers = (0, 1)
+
+
+class TestValidation(_Energon):
+    """Its passes end, and have each sample once."""
+
+    make_loader = staticmethod(sources.wrapped_validation)
+    world_sizes = (1, 3)
+    shuffled = False
+
+
+class TestTraining(_Energon):
+    """Its virtual epochs are parts of a stream, so ranks together have no samples exactly once."""
+
+    make_loader = staticmethod(sources.wrapped_training)
+    world_sizes = (1,)
+
+
+def test_several_workers_that_share_a_pass_are_not_promised_to_be_exact() -> None:
+    report = check_resumable(
+        sources.wrapped_two_workers, laws=("tail", "next epoch", "boundary"), identify=sources.texts, quick=True
+    )
+    assert {verdict.status for verdict in report.verdicts} == {"not promised"}
+
+
+def taken(loader: Loader, count: int | None = None) -> list[list[int]]:
+    found: list[list[int]] = []
+    for batch in loader:
+        found.append(sources.texts(batch))
+        if len(found) == count:
+            break
+    return found
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "validation": lambda: sources.validation(sources.kept(), num_workers=2),
+    "virtual epochs": lambda: sources.training(sources.kept(), num_workers=2, length=5),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_that_energon_resumes_with_more_than_was_left_is_refused(kind: str) -> None:
+    def make() -> Loader:
+        return wrap(KINDS[kind](), seed=1)
+
+    loader = make()
+    states, given = [], []
+    for batch in loader:
+        given.append(sources.texts(batch))
+        states.append(loader.state_dict())
+    # Behind the last batch but one, a worker has given all of its batches, and the other has one left.
+    with pytest.raises(StateError, match=r"1 of 2 worker processes had given all .* epoch 0, .*num_workers=1"):
+        make().load_state_dict(states[-2])
+    resumed = make()
+    resumed.load_state_dict(states[-3])
+    assert taken(resumed) == given[-2:]
+    alone, own = KINDS[kind](), KINDS[kind]()
+    for _ in zip(range(len(given) - 1), alone, strict=False):
+        saved = alone.save_state_rank()
+    own.restore_state_rank(saved)
+    assert len(list(own)) > 1, "Energon resumes this exactly by now: drop the refusal"
+
+
+def test_a_later_pass_of_a_resumed_validation_loader_is_told() -> None:
+    """The first worker of the later pass is the one whose turn it was."""
+
+    def make() -> Loader:
+        return wrap(KINDS["validation"](), seed=1)
+
+    loader = make()
+    epochs = [taken(loader), taken(loader)]
+    loader = make()
+    taken(loader, 3)
+    state = loader.state_dict()
+    resumed = make()
+    assert not resumed.capabilities.exact_order
+    resumed.load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", midepoch.MidepochWarning)
+        assert taken(resumed) == epochs[0][3:]
+    with pytest.warns(
+        midepoch.MidepochWarning, match=r"begins later passes with another of its worker processes: epoch 1"
+    ):
+        later = taken(resumed)
+    assert later != epochs[1] and sorted(later) == sorted(epochs[1])
+    with warnings.catch_warnings():  # an undisturbed run is told nothing
+        warnings.simplefilter("error", midepoch.MidepochWarning)
+        loader = make()
+        assert [taken(loader), taken(loader)] == epochs
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_that_was_read_refuses_states_when_they_are_loaded(num_workers: int) -> None:
+    loader = wrap(sources.validation(sources.kept(), num_workers=num_workers), seed=1)
+    beginning = loader.state_dict()
+    batches = iter(loader)
+    head = [sources.texts(next(batches)) for _ in range(2)]
+    state = loader.state_dict()
+    loader.load_state_dict(state)  # it stands there
+    head += [sources.texts(next(batches))]
+    for each in (state, beginning):
+        with pytest.raises(StateError, match="cannot go elsewhere: make another one"):
+            loader.load_state_dict(each)
+    assert [*head, *map(sources.texts, batches)] == taken(wrap(sources.validation(sources.kept()), seed=1))
+
+
+@pytest.mark.parametrize("length", [0, 5])
+def test_the_beginning_of_an_epoch_behind_one_that_was_left_is_refused(length: int) -> None:
+    def make() -> Loader:
+        return wrap(sources.training(sources.kept(), length=length), seed=1)
+
+    loader = make()
+    for epoch in loader.epochs(2):
+        if epoch == 1:
+            with pytest.warns(midepoch.MidepochWarning, match="beginning of epoch 1"):
+                state = loader.state_dict()
+            break
+        taken(loader, 2)
+    assert (state["epoch"], state["position"]) == (1, 0)
+    with pytest.raises(StateError, match=r"beginning of epoch 1, .*epoch 0 was not read to its end"):
+        make().load_state_dict(state)
+
+
+@pytest.mark.long  # five starts of torchrun, two minutes
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+def test_ranks_of_torchrun_go_on_as_other_ranks_by_energon_s_own_rule(before: int, after: int, tmp_path: Path) -> None:
+    head = own_states_job.run(tmp_path, "energon", before, own_states_job.WORKERS // before)
+    refused = own_states_job.run(tmp_path, "energon", after, 0)
+    for each in refused:
+        assert not each["samples"]
+        assert re.search(
+            rf"world size differs: .*{before}, .*{after}.*save_state_global.*`energon checkpoint redist "
+            rf"--new-world-size`",
+            each["refused"],
+        )
+    files = [str(path) for path in sorted((tmp_path / "energon").iterdir())]
+    (tmp_path / f"energon-{after}").mkdir()
+    command = ["checkpoint", "redist", "--new-world-size", str(after), *files, str(tmp_path / f"energon-{after}")]
+    tool = "import cpu_torchvision; from megatron.energon.cli.main import main; main()"
+    path = os.pathsep.join([str(TESTS), *sys.path])
+    subprocess.run([sys.executable, "-c", tool, *command], env={**os.environ, "PYTHONPATH": path}, check=True)
+    rest = own_states_job.run(tmp_path, "energon", after, 0)
+    given = own_states_job.samples(head) + own_states_job.samples(rest)
+    print(f"energon, {before} -> {after} ranks: {len(given)} samples, {len(set(given))} different")
+    assert sorted(given) == list(range(own_states_job.SIZE))
+
+
+def test_draws_in_then_are_exact() -> None:
+    assert wrap(sources.validation(sources.kept(), num_workers=1), seed=7).capabilities.exact_augmentations
+    loader = sources.wrapped_drawing()
+    whole, states = [], []
+    for batch in loader:
+        whole.append(batch.tolist())
+        states.append(loader.state_dict())
+    for cut in (1, 6):
+        torch.manual_seed(cut), random.seed(cut), np.random.seed(cut)
+        resumed = sources.wrapped_drawing()
+        resumed.load_state_dict(states[cut - 1])
+        assert [batch.tolist() for batch in resumed] == whole[cut:]

@@ -1,0 +1,673 @@
+"""Lists, generator functions, re-iterables, sources with a state of their own, streams in workers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import warnings
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import midepoch
+from midepoch import MidepochError, MidepochWarning, SourceError, StateError, UnsupportedSourceError, World
+from midepoch.loader.loader import Loader
+from midepoch.reading.replay import PrefixDigest
+from support import sources
+
+
+class Stated(IterableDataset[Any]):
+    """Eleven samples, and a length that need not be true."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(11))
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class StatedSamplers(Stated):
+    """The same, exposing its sampler."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.sampler = SequentialSampler(range(11))
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.sampler
+
+
+class StatedState(Stated):
+    """The same, with a state of its own."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 11:
+            self.at += 1
+            yield self.at
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("kind", [Stated, StatedSamplers, StatedState])
+@pytest.mark.parametrize("length", [8, 11, 14])
+@pytest.mark.parametrize(("workers", "shard"), [(0, None), (0, False), (0, True), (1, None), (2, True), (2, False)])
+@pytest.mark.parametrize(("batch_size", "drop_last"), [(4, False), (4, True), (None, False)])
+def test_the_length_of_a_dataloader_over_a_stream_is_torch_s_own(
+    kind: Any, length: int, workers: int, shard: bool | None, batch_size: int | None, drop_last: bool
+) -> None:
+    loader: Any = DataLoader(kind(length), batch_size, num_workers=workers, drop_last=drop_last)
+    assert len(midepoch.wrap(loader, seed=0, shard=shard)) == len(loader)
+
+
+class Alone(midepoch.StatefulIterable):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+class NoDataset:
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "bases"), [(Alone, "StatefulIterable and IterableDataset"), (NoDataset, "IterableDataset")]
+)
+def test_what_a_dataloader_cannot_index_is_told_its_base_class(kind: Any, bases: str) -> None:
+    with pytest.raises(TypeError):
+        list(DataLoader(kind(), 2))
+    with pytest.raises(UnsupportedSourceError, match=f"{kind.__name__} by index.*derive it from {bases}$"):
+        midepoch.wrap(DataLoader(kind(), 2))
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*naively fast-forwarding.*")
+
+# --- lists and tuples of batches ---
+
+def test_a_resume_of_a_sequence_reads_nothing_that_was_consumed() -> None:
+    class Watched(list[int]):
+        read: list[int]
+
+        def __getitem__(self, index: Any) -> Any:
+            self.read.append(index)
+            return super().__getitem__(index)
+
+    watched = Watched(range(1000))
+    watched.read = []
+    loader = midepoch.wrap(watched, seed=5, verify="off")
+    state = loader.state_dict()
+    loader.load_state_dict(midepoch.reseal({**state, "position": 990}))
+    assert sources.taken(loader) == list(range(990, 1000))
+    assert watched.read == list(range(990, 1000))
+
+
+def test_batches_are_shared_whole() -> None:
+    ranks = [midepoch.wrap(list(range(7)), world=World(rank, 2)) for rank in range(2)]
+    assert [sources.taken(loader) for loader in ranks] == [[0, 2, 4, 6], [1, 3, 5, 0]]
+    dropped = [midepoch.wrap(list(range(7)), world=World(rank, 2), tail="drop") for rank in range(2)]
+    assert [sources.taken(loader) for loader in dropped] == [[0, 2, 4], [1, 3, 5]]
+    state = sources.heads(lambda: midepoch.wrap(list(range(7)), world=World(0, 2)), 2)[1]
+    assert sources.resumed(lambda: midepoch.wrap(list(range(7))), state) == [4, 5, 6]
+
+
+def test_other_sequences_and_datasets() -> None:
+    for source, expected in (
+        (range(5), [0, 1, 2, 3, 4]),
+        (deque([1, 2]), [1, 2]),
+        (sources.Indices(4), [0, 1, 2, 3]),
+    ):
+
+        def make(source: Any = source) -> Loader:
+            return midepoch.wrap(source, seed=5)
+
+        assert sources.taken(make()) == expected
+        assert sources.resumed(make, sources.heads(make, 1)[1]) == expected[1:]
+    with pytest.raises(UnsupportedSourceError, match="shard=False"):
+        midepoch.wrap([1, 2], shard=False)
+
+
+# --- what is replayed ---
+
+
+def seeded_numbers() -> Iterator[Any]:
+    """Draws from everything, before and between its items."""
+    offset = random.random()
+    for number in range(9):
+        yield [number, offset, random.gauss(0, 1), float(np.random.standard_normal()), float(torch.randn(()))]
+
+
+class Walk:
+    """A re-iterable whose state runs through the epoch: each item depends on all before it."""
+
+    def __iter__(self) -> Iterator[float]:
+        place = 0.0
+        for _ in range(9):
+            place += random.random()
+            yield place
+
+
+REPLAYED: dict[str, Callable[[], Any]] = {
+    "generator function": lambda: seeded_numbers,
+    "lambda": lambda: lambda: seeded_numbers(),
+    "partial": lambda: functools.partial(sources.numbers, 9),
+    "function that returns a list": lambda: lambda: [1, 2, 3, 4, 5],
+    "re-iterable": lambda: sources.Restartable(9),
+    "re-iterable with a memory": Walk,
+    "tensor": lambda: torch.arange(12).reshape(6, 2),
+    "array": lambda: np.arange(12).reshape(6, 2),
+    "stream": lambda: sources.Stream(9),
+    "stream in a loader": lambda: DataLoader(sources.Stream(9), batch_size=2),
+    "stream in a loader, one by one": lambda: DataLoader(sources.Stream(9), batch_size=None),
+    "stream in a loader, drop_last": lambda: DataLoader(sources.Stream(9), batch_size=2, drop_last=True),
+    "stream in a loader, collated": lambda: DataLoader(
+        sources.Stream(9), batch_size=2, collate_fn=sources.noisy_collate
+    ),
+    "stream in one worker": lambda: DataLoader(sources.Stream(9), batch_size=2, num_workers=1),
+}
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_replay_is_exact_at_every_cut(name: str) -> None:
+    def make() -> Loader:
+        return midepoch.wrap(REPLAYED[name](), seed=5)
+
+    with make() as loader:
+        first, second = sources.taken(loader), sources.taken(loader)
+        capabilities = loader.capabilities
+    for cut in range(1, len(first)) if "worker" not in name else (1, 3):
+        state = sources.heads(make, cut)[1]
+        with make() as loader:
+            loader.load_state_dict(state)
+            with pytest.warns(MidepochWarning, match="read again from its start to position"):
+                assert sources.taken(loader) == first[cut:]
+            assert sources.taken(loader) == second, "the epoch after a resumed one"
+    assert not capabilities.constant_time_resume
+    assert "read again" in capabilities.constant_time_resume.reason
+    assert capabilities.exact_order
+    assert capabilities.rank_independent
+
+
+def test_a_replay_warns_once() -> None:
+    loader = midepoch.wrap(sources.numbers, seed=5)
+    state = sources.heads(lambda: midepoch.wrap(sources.numbers, seed=5), 3)[1]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            loader.load_state_dict(state)
+            sources.taken(loader)
+    assert len([each for each in caught if each.category is MidepochWarning]) == 1
+
+
+def test_a_generator_that_does_not_repeat_itself_is_named() -> None:
+    entropy = random.SystemRandom()
+
+    def unrepeatable() -> Iterator[float]:
+        for _ in range(6):
+            yield entropy.random()
+
+    loader = midepoch.wrap(unrepeatable, seed=5)
+    batches = iter(loader)
+    next(batches)
+    next(batches)
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(SourceError, match="does not repeat itself: what it gives up to unit 1 of epoch 0"), _quietly():
+        next(batches)
+
+
+def wandering() -> Iterator[int]:
+    """Another order in each pass, but for every fourth item."""
+    entropy = random.SystemRandom()
+    for number in range(1, 41):
+        yield -number if number % 4 == 0 else entropy.randrange(1 << 30)
+
+
+def _resume_wandering(states: list[tuple[dict[str, Any], bool | None]]) -> list[str]:
+    told = []
+    for state, shard in states:
+        try:
+            sources.quiet_resume(functools.partial(midepoch.wrap, wandering, seed=5, shard=shard), state)
+            told.append("exact")
+        except SourceError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_another_stream_whose_last_unit_is_the_same_is_refused_in_a_new_process() -> None:
+    cases = [(cut, shard) for cut in (4, 32, 36) for shard in (None, False)]
+    states = [
+        (sources.heads(functools.partial(midepoch.wrap, wandering, seed=5, shard=shard), cut)[1], shard)
+        for cut, shard in cases
+    ]
+    (told,) = sources.in_processes(_resume_wandering, (states,))
+    assert all("does not repeat itself" in each for each in told)
+
+
+def chain_in(state: dict[str, Any]) -> str:
+    return str(state["detail"]).rpartition("chain=")[2]
+
+
+def test_a_chain_is_the_same_on_every_split() -> None:
+    def at(position: int, world_size: int, num_workers: int, rank: int = 0) -> str:
+        source = DataLoader(sources.Stream(120), batch_size=2, num_workers=num_workers)
+        make = lambda: midepoch.wrap(source, seed=5, shard=True, world=World(rank, world_size))
+        return chain_in(sources.heads(make, position // 2 // world_size)[1])
+
+    chains = {position: at(position, 1, 0) for position in (12, 60, 96)}
+    assert len(set(chains.values())) == 3
+    for position, chain in chains.items():
+        assert {len(chain), at(position, 2, 0), at(position, 3, 0, 2)} == {8, chain}
+    assert at(60, 2, 2, 1) == at(60, 1, 3) == chains[60]
+
+
+def test_a_chain_covers_every_unit_at_first_and_few_later() -> None:
+    def of(units: list[int]) -> str:
+        chain, taken = PrefixDigest(), 0
+        for number, unit in enumerate(units, start=1):
+            if number == chain.next:
+                chain.add(f"{unit:08x}")
+                taken += 1
+        assert taken <= 32 + 16 * max(len(units).bit_length() - 5, 0)
+        return chain.up_to(f"{units[-1]:08x}")
+
+    units = list(range(32))
+    changed = {of([*units[:place], 99, *units[place + 1 :]]) for place in range(32)}
+    assert len(changed | {of(units)}) == 33
+    swapped = list(range(100_000))
+    swapped[1 : 1 << 16] = reversed(swapped[1 : 1 << 16])
+    assert of(swapped) != of(list(range(100_000)))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_batches_of_any_tensors_are_replayed() -> None:
+    """A nested one raised torch's error."""
+
+    def tensors() -> Iterator[Any]:
+        for number in range(1, 5):
+            parts = [torch.full((3,), float(number)), torch.zeros(number)]
+            yield torch.nested.nested_tensor(parts), torch.eye(number).to_sparse(), object()
+
+    loader = midepoch.wrap(tensors, seed=5)
+    batches = iter(loader)
+    next(batches), next(batches)
+    state = loader.state_dict()
+    assert "object" in loader.capabilities.exact_order.reason, "the type that cannot be compared is named"
+    loader.load_state_dict(state)
+    with _quietly():
+        assert [float(batch[0].unbind()[0][0]) for batch in loader] == [3.0, 4.0]
+
+
+def test_a_generator_that_has_become_shorter_is_named() -> None:
+    items = [1, 2, 3, 4, 5]
+
+    def shrinking() -> Iterator[int]:
+        yield from items
+
+    state = sources.heads(lambda: midepoch.wrap(shrinking, seed=5), 4)[1]
+    del items[2:]
+    with pytest.raises(SourceError, match="ended after 2 units, but the state stands at 4"):
+        sources.quiet_resume(lambda: midepoch.wrap(shrinking, seed=5), state)
+
+
+def _quietly() -> Any:
+    return warnings.catch_warnings(action="ignore", category=MidepochWarning)
+
+
+@pytest.mark.parametrize(("says", "expected"), [(9, "ended after 6 units"), (4, "more than the 4")])
+def test_a_stream_that_gives_other_than_its_length_is_named(says: int, expected: str) -> None:
+    class Wrong(sources.Restartable):
+        def __len__(self) -> int:
+            return says
+
+    with pytest.raises(SourceError, match=expected):
+        sources.taken(midepoch.wrap(Wrong(6), seed=5))
+
+
+class Nested(IterableDataset[int]):
+    """Counts what it reads in an object of its own, which a shallow copy would share."""
+
+    def __init__(self) -> None:
+        self.sampler, self.seen = SequentialSampler(range(8)), {"reads": [0]}
+
+    def __iter__(self) -> Iterator[int]:
+        for index in self.sampler:
+            self.seen["reads"][0] += 1
+            yield index
+
+
+def test_only_the_first_sample_of_an_exposed_sampler_is_read_twice() -> None:
+    dataset = Nested()
+    loader = midepoch.wrap(dataset, seed=5)
+    loader.peek()
+    assert dataset.seen == {"reads": [2]}
+    assert loader.capabilities.constant_time_resume
+
+
+# --- what is refused ---
+
+
+class OwnIterator:
+    """Starts over in __iter__, so it is no one-way iterator although it has __next__."""
+
+    def __iter__(self) -> OwnIterator:
+        self.place = 0
+        return self
+
+    def __next__(self) -> int:
+        self.place += 1
+        if self.place > 4:
+            raise StopIteration
+        return self.place
+
+
+def test_what_cannot_be_restarted_is_refused_with_the_cure() -> None:
+    for one_way in (iter([1]), (n for n in [1]), map(int, "12"), zip([1], [2], strict=True), reversed([1])):
+        with pytest.raises(UnsupportedSourceError, match=r"wrap the function that makes it.*lambda"):
+            midepoch.wrap(one_way)
+    with Path(__file__).open() as file, pytest.raises(UnsupportedSourceError, match="wrap the function"):
+        midepoch.wrap(file)
+    loader = midepoch.wrap(OwnIterator(), seed=5)
+    assert sources.taken(loader) == sources.taken(loader) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("text", "str"), (b"bytes", "bytes"), ({"a": 1}, "dict"), ({1, 2}, r"sorted"), (7, "int"), (None, "NoneType"),
+        (torch.nn.Linear(1, 1), "Linear"), (torch.nn.Sequential(), "Sequential"), (list, "list"),
+        (torch.optim.SGD([torch.zeros(1)], lr=1), "SGD"), (sources.Stream, "Stream"),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_what_is_no_source_is_refused(source: Any, named: str) -> None:
+    with pytest.raises(UnsupportedSourceError, match=named):
+        midepoch.wrap(source)
+    with pytest.raises(TypeError):
+        midepoch.wrap(source)
+
+
+# --- who divides a stream ---
+
+
+class ByRank(IterableDataset[int]):
+    """Divides itself by rank, as torch's docs teach."""
+
+    def __init__(self, length: int, rank: int, world_size: int) -> None:
+        self.length, self.rank, self.world_size = length, rank, world_size
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        share, shares = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(self.rank + self.world_size * share, self.length, self.world_size * shares))
+
+
+def test_shard_has_to_be_said_where_there_is_something_to_divide() -> None:
+    for make in (
+        lambda: midepoch.wrap(DataLoader(sources.Stream(9), num_workers=2)),
+        lambda: sources.taken(midepoch.wrap(sources.numbers, world=World(0, 2))),
+        lambda: sources.taken(midepoch.wrap(DataLoader(sources.Stream(9)), world=World(1, 2))),
+    ):
+        with pytest.raises(UnsupportedSourceError, match=r"shard=True.*shard=False"):
+            make()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_that_midepoch_divides(world_size: int, num_workers: int) -> None:
+    """Every rank and worker reads it whole and keeps its part; on another world size it goes on exactly."""
+
+    length = 22 if world_size == 3 else 23  # the last of three ranks gets nothing but padding
+
+    def make(rank: int, ranks: int = world_size) -> Loader:
+        source = DataLoader(sources.Stream(length), batch_size=3, num_workers=num_workers)
+        return midepoch.wrap(source, seed=5, shard=True, world=World(rank, ranks))
+
+    alone = sources.flat(sources.taken(midepoch.wrap(DataLoader(sources.Stream(length), batch_size=3), seed=5)))
+    ranks = []
+    for rank in range(world_size):
+        with make(rank) as loader:
+            ranks.append(sources.taken(loader))
+    together = [sample for step in zip(*ranks, strict=True) for batch in step for sample in batch]
+    assert together[:length] == alone
+    assert together[length:] == alone[: -length % world_size]
+    cut = 2 if world_size < 3 else 1
+    state = sources.heads(functools.partial(make, 0), cut)[1]
+    assert state == {**sources.heads(functools.partial(make, world_size - 1), cut)[1]}
+    rest = [sources.quiet_resume(functools.partial(make, rank, 2), state) for rank in range(2)]
+    resumed = [sample for step in zip(*rest, strict=True) for batch in step for sample in batch]
+    begun = 3 * world_size * cut
+    assert resumed[: length - begun] == alone[begun:]
+    assert make(0).capabilities.elastic_world
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_that_divides_itself(num_workers: int) -> None:
+    def make(rank: int) -> Loader:
+        source = DataLoader(ByRank(17, rank, 2), batch_size=2, num_workers=num_workers)
+        return midepoch.wrap(source, seed=5, shard=False, world=World(rank, 2))
+
+    ranks = []
+    for rank in range(2):
+        with make(rank) as loader:
+            ranks.append(sources.taken(loader))
+    assert Counter(sources.flat(sources.flat(ranks))) == Counter(range(17))
+    state = sources.heads(functools.partial(make, 0), 2)[1]
+    for rank in range(2):
+        assert sources.quiet_resume(functools.partial(make, rank), state) == ranks[rank][2:]
+    elsewhere = midepoch.wrap(
+        DataLoader(ByRank(17, 0, 3), batch_size=2, num_workers=num_workers), shard=False, world=World(0, 3)
+    )
+    with pytest.raises(StateError, match=r"world size.*2.*3"):
+        elsewhere.load_state_dict(state)
+
+
+def test_another_number_of_workers_is_refused_for_a_replay() -> None:
+    def make(workers: int) -> Loader:
+        return midepoch.wrap(DataLoader(sources.Stream(9), num_workers=workers), seed=5, shard=True)
+
+    state = sources.heads(functools.partial(make, 2), 3)[1]
+    with pytest.raises(StateError, match=r"num_workers.*2.*1"):
+        make(1).load_state_dict(state)
+    assert not make(2).capabilities.elastic_workers
+
+
+def test_a_stream_that_divides_itself_among_workers_while_midepoch_divides_it_too() -> None:
+    source = DataLoader(sources.Stream(20, by_worker=True), batch_size=2, num_workers=2)
+    with midepoch.wrap(source, seed=5, shard=True) as loader, pytest.raises(SourceError, match="shard=False"):
+        sources.taken(loader)
+
+
+def test_a_stream_that_divides_itself_among_ranks_while_midepoch_divides_it_too() -> None:
+    """Found at once where the stream has a length, and else when one state reaches all ranks."""
+
+    class Sized(ByRank):
+        def __len__(self) -> int:
+            return self.length
+
+    def make(rank: int, kind: type[ByRank] = ByRank) -> Loader:
+        return midepoch.wrap(kind(16, rank, 2), seed=5, shard=True, world=World(rank, 2))
+
+    with pytest.raises(SourceError, match=r"ended after 8 units, but its len\(\) is 16.*shard=False"):
+        sources.taken(make(0, Sized))
+    state = sources.heads(functools.partial(make, 0), 2)[1]
+    sources.quiet_resume(functools.partial(make, 0), state)
+    with pytest.raises(SourceError, match=r"does not repeat itself.*shard=False"):
+        sources.quiet_resume(functools.partial(make, 1), state)
+
+
+# --- sources with a state of their own ---
+
+
+class Epochs:
+    """Counts its epochs in a state of its own."""
+
+    def __init__(self) -> None:
+        self.epoch, self.next, self.loaded = 0, 0, False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.next and not self.loaded:
+            self.epoch, self.next = self.epoch + 1, 0
+        self.loaded = False
+        while self.next < 3:
+            self.next += 1
+            yield self.epoch, self.next - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.next, self.loaded = state["epoch"], state["next"], state["next"] < 3
+
+
+def test_a_source_with_its_own_state_goes_back_to_its_very_beginning() -> None:
+    loader = midepoch.wrap(Epochs())
+    beginning = loader.state_dict()
+    first = list(loader)
+    loader.load_state_dict(beginning)
+    assert list(loader) == first
+    assert next(iter(loader)) == (1, 0)
+
+
+def test_a_source_with_its_own_state_is_not_shared_by_a_copy() -> None:
+    with pytest.raises(UnsupportedSourceError, match="make another source"):
+        copy.copy(midepoch.wrap(Epochs()))
+
+
+def stateful_at(rank: int, world_size: int) -> Loader:
+    """Each rank's loader reads its own samples, as a user's DistributedSampler would have it."""
+    source = StatefulDataLoader(list(range(rank * 100, rank * 100 + 12)), batch_size=2)
+    return midepoch.wrap(source, world=World(rank, world_size))
+
+
+def _gather(rank: int) -> dict[str, Any]:
+    """What one of two ranks finds when it gathers, in mid-epoch, at its start and at its end, and unevenly."""
+    found: dict[str, Any] = {}
+    loader = stateful_at(rank, 2)
+    found["fresh"] = midepoch.gather(loader)
+    found["head"] = sources.taken(loader, 2)
+    found["own"] = loader.state_dict()
+    found["gathered"] = midepoch.gather(loader)
+    torch.distributed.barrier()
+    if rank:
+        next(iter(loader))
+    try:
+        midepoch.gather(loader)
+    except MidepochError as error:
+        found["uneven"] = str(error)
+    ended = stateful_at(rank, 2)
+    sources.taken(ended)
+    found["ended"] = midepoch.gather(ended)
+    ours = midepoch.wrap(sources.noisy_loader(), seed=5)
+    sources.taken(ours, 2)
+    found["of ours"] = midepoch.gather(ours) == ours.state_dict()
+    return found
+
+
+@pytest.fixture(scope="module")
+def gathered() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = sources.in_gloo_world(_gather, 2)
+    return found
+
+
+def test_gather_makes_one_state_for_all_ranks(gathered: list[dict[str, Any]]) -> None:
+    assert gathered[0]["head"] == [[0, 1], [2, 3]]
+    assert gathered[1]["head"] == [[100, 101], [102, 103]]
+    assert gathered[0]["gathered"] == gathered[1]["gathered"]
+    assert all(each["of ours"] for each in gathered)
+    for name, expected in (("fresh", 0), ("gathered", 2), ("ended", 0)):
+        for rank in range(2):
+            loader = stateful_at(rank, 2)
+            loader.load_state_dict(gathered[0][name])
+            batches = sources.taken(loader)
+            assert batches == [[rank * 100 + 2 * n, rank * 100 + 2 * n + 1] for n in range(expected, 6)], name
+
+
+def test_gather_refuses_ranks_at_different_places(gathered: list[dict[str, Any]]) -> None:
+    for each in gathered:
+        assert "do not stand at the same place" in each["uneven"]
+        assert "(0, 4, 2)" in each["uneven"]
+
+
+def test_one_rank_s_state_is_refused_by_the_other(gathered: list[dict[str, Any]]) -> None:
+    loader = stateful_at(0, 2)
+    loader.load_state_dict(gathered[0]["own"])
+    assert sources.taken(loader) == [[4, 5], [6, 7], [8, 9], [10, 11]]
+    with pytest.raises(StateError, match=r"only the part of rank 1, and this is rank 0 of 2.*midepoch\.gather"):
+        stateful_at(0, 2).load_state_dict(gathered[1]["own"])
+
+
+def test_another_world_size_is_refused_naming_both(gathered: list[dict[str, Any]]) -> None:
+    for state in (gathered[0]["gathered"], gathered[0]["own"]):
+        for world_size in (1, 3):
+            with pytest.raises(StateError, match=rf"world size differs.*2.*{world_size}"):
+                stateful_at(0, world_size).load_state_dict(state)
+
+
+def test_gather_without_torch_distributed_says_so() -> None:
+    loader = stateful_at(0, 2)
+    next(iter(loader))
+    with pytest.raises(MidepochError, match="init_process_group"):
+        midepoch.gather(loader)
+    alone = stateful_at(0, 1)
+    next(iter(alone))
+    assert midepoch.gather(alone) == alone.state_dict()
+
+
+class Bulky(sources.Counter):
+    """Its state holds tensors, arrays and generator states."""
+
+    def state_dict(self) -> dict[str, Any]:
+        generator = torch.get_rng_state()
+        crc = zlib.crc32(generator.numpy().tobytes())
+        return {"given": self.given, "torch": generator, "crc": crc, "numpy": np.random.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert zlib.crc32(state["torch"].numpy().tobytes()) == state["crc"]
+        assert isinstance(state["numpy"], tuple)
+        super().load_state_dict(state)
+
+
+def test_a_state_of_tensors_arrives_as_it_was() -> None:
+    def make() -> Loader:
+        return midepoch.wrap(Bulky(6))
+
+    state = sources.heads(make, 2)[1]
+    assert sources.resumed(make, state) == [2, 3, 4, 5]
+    assert len(str(state)) < 16_384
+
+
+@pytest.mark.parametrize(
+    ("keywords", "named"),
+    [
+        ({"size": 15}, r"samples differs.*'16'.*'15'"),
+        ({"batch_size": 5, "size": 20}, r"batch_size differs.*'4'.*'5'"),
+        ({"num_workers": 1}, r"num_workers differs.*'0'.*'1'"),
+        ({"size": 12}, r"samples differs.*'16'.*'12'"),
+    ],
+    ids=str,
+)
+def test_another_stateful_dataloader_is_refused(keywords: dict[str, Any], named: str) -> None:
+    def make(size: int = 16, batch_size: int = 4, num_workers: int = 0) -> Loader:
+        return midepoch.wrap(StatefulDataLoader(sources.Indices(size), batch_size=batch_size, num_workers=num_workers))
+
+    state = sources.heads(make, 2)[1]
+    with pytest.raises(StateError, match=named):
+        make(**keywords).load_state_dict(state)

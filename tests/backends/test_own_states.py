@@ -1,0 +1,1830 @@
+"""torchdata, Hugging Face datasets, Grain, LitData: carried through the uniform calls, their faults mended or told."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import itertools
+import json
+import os
+import pickle
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import own_states_job
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import midepoch
+from midepoch import StateError, StateMismatchError, wrap
+from midepoch.loader.loader import Loader
+from midepoch.testing import ResumableTests, check_resumable, digest
+from midepoch.testing.pool import shared_pool
+from support import own_state_sources as own
+from support import sources
+from support.places import TESTS
+
+pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+
+NEEDED = {
+    "torchdata StatefulDataLoader": "torchdata",
+    "Hugging Face IterableDataset": "datasets",
+    "Hugging Face IterableDataset with a shuffle buffer": "datasets",
+    "Grain DataLoader": "grain",
+    "Grain IterDataset": "grain",
+    "LitData StreamingDataLoader": "litdata",
+}
+
+
+def made(name: str) -> Callable[..., Loader]:
+    if NEEDED[name] == "litdata":
+        import cpu_torchvision  # noqa: F401
+    pytest.importorskip(NEEDED[name], reason=f"{NEEDED[name]} is not installed (pip install midepoch[{NEEDED[name]}])")
+    make: Callable[..., Loader] = own.WRAPPED[name]
+    return make
+
+
+def taken(loader: Loader, count: int | None = None) -> list[list[int]]:
+    return [own.identify(batch) for batch in itertools.islice(iter(loader), count)]
+
+
+def wrapped(make: Callable[[], Any]) -> Loader:
+    source = make()
+    return source if isinstance(source, Loader) else wrap(source, seed=1)
+
+
+def every_place(make: Callable[[], Any], cuts: Collection[int] = (), epochs: int = 2) -> tuple[list[str], Any]:
+    """What so many epochs give, and what is promised. New loaders have continued at each place, or at these."""
+    with wrapped(make) as loader:
+        given, states = [], [(0, loader.state_dict())]
+        for _ in range(epochs):
+            for batch in loader:
+                given.append(digest(batch))
+                states.append((len(given), loader.state_dict()))
+            states.append((len(given), loader.state_dict()))  # of the next epoch, where the length is unknown
+        promised = loader.capabilities
+    for cut, state in states:
+        if cuts and cut not in cuts:
+            continue
+        torch.manual_seed(1000 + cut), random.seed(cut), np.random.seed(cut)
+        with wrapped(make) as resumed:
+            resumed.load_state_dict(json.loads(json.dumps(state)))
+            rest = (batch for _ in range(epochs + 1) for batch in resumed)
+            assert list(map(digest, itertools.islice(rest, len(given) - cut))) == given[cut:], f"cut at {cut}"
+    return given, promised
+
+
+@pytest.mark.parametrize("name", own.WRAPPED)
+def test_other_data_is_refused(name: str) -> None:
+    make = made(name)
+    loader = make()
+    taken(loader, 2)
+    state = loader.state_dict()
+    with pytest.raises(midepoch.MidepochError, match=r"refused its own state|differs"):
+        other = make(size=own.SIZE - 5)
+        other.load_state_dict(state)
+        taken(other)
+
+
+# exact order, exact augmentations, constant-time resume, elastic world, elastic workers, rank-independent, skips
+TOLD = {
+    "torchdata StatefulDataLoader": "yes yes no no no no no",
+    "Hugging Face IterableDataset": "yes no yes no no no no",
+    "Hugging Face IterableDataset with a shuffle buffer": "yes yes no no no yes no",
+    "Grain DataLoader": "yes no yes no no no no",
+    "Grain IterDataset": "yes no yes no no no no",
+    "LitData StreamingDataLoader": "yes no yes yes yes no no",
+}
+
+
+@pytest.mark.parametrize("name", own.WRAPPED)
+def test_capabilities_are_told_truthfully(name: str) -> None:
+    told = made(name)().capabilities
+    assert " ".join("yes" if answer else "no" for answer in vars(told).values()) == TOLD[name], str(told)
+
+
+def test_a_rollback_in_workers_is_judged_by_samples_where_their_numbers_are_not_promised() -> None:
+    report = check_resumable(
+        own.wrapped_torchdata, laws=("rollback",), world_sizes=(1,), cuts=(2,), epochs=1, identify=own.identify,
+        elastic_content=False,
+    )  # fmt: skip
+    assert [verdict.status for verdict in report.verdicts if verdict.law == "rollback"] == ["holds"]
+
+
+# --- what is said to write instead ---
+
+
+def drawn_here(batch: Any) -> Any:
+    return repr(batch), random.random(), np.random.rand(), float(torch.rand(()))
+
+
+def grain_drawing() -> Any:
+    import grain
+
+    class Noise(grain.transforms.RandomMap):  # type: ignore[misc,unused-ignore]
+        def random_map(self, element: Any, rng: np.random.Generator) -> Any:
+            return element + rng.random() / 2
+
+    sampler = grain.samplers.IndexSampler(own.SIZE, grain.sharding.NoSharding(), shuffle=True, num_epochs=1, seed=3)
+    operations = [Noise(), grain.transforms.Batch(own.BATCH)]
+    return grain.DataLoader(data_source=list(range(own.SIZE)), sampler=sampler, operations=operations, worker_count=0)
+
+
+def grain_random_map() -> Any:
+    import grain
+
+    rows = grain.MapDataset.range(own.SIZE).shuffle(seed=3).seed(5)
+    return rows.random_map(lambda number, rng: number + rng.random() / 2).batch(own.BATCH).to_iter_dataset()
+
+
+def with_noise(row: Any) -> Any:
+    return {**row, "noise": random.random()}
+
+
+def rows_in_workers(kind: Any = DataLoader) -> Any:
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"number": list(range(own.SIZE))}).to_iterable_dataset(num_shards=4)
+    return kind(rows.map(with_noise), own.BATCH, num_workers=2, multiprocessing_context="fork")
+
+
+def nodes_ahead() -> Any:
+    import torchdata.nodes as parts
+
+    return parts.Loader(parts.Prefetcher(parts.Batcher(parts.IterableWrapper(range(own.SIZE)), own.BATCH), 2))
+
+
+THEN: dict[str, Any] = {"then": drawn_here}
+# Which package; what is told; what it says to write; what is passed to `wrap`.
+CURES: dict[str, tuple[str, Callable[[], Any], str, Callable[[], Any], dict[str, Any]]] = {
+    "Hugging Face, then=": ("datasets", own.datasets_stream, "draw in then=", own.datasets_stream, THEN),
+    "Grain DataLoader, then=": ("grain", own.grain_loader, "or in then=", own.grain_loader, THEN),
+    "Grain DataLoader, RandomMap": ("grain", own.grain_loader, "RandomMap", grain_drawing, {}),
+    "Grain IterDataset, random_map": ("grain", own.grain_dataset, "random_map", grain_random_map, {}),
+    "Grain ElasticIterator, then=": ("grain", own.grain_elastic, "or in then=", own.grain_elastic, THEN),
+    "LitData, then=": ("litdata", own.litdata_loader, "draw in then=", own.litdata_loader, THEN),
+    "torchdata.nodes ahead, then=": ("torchdata", nodes_ahead, "leave out .*Prefetcher.* then=", nodes_ahead, THEN),
+    "workers of a StatefulDataLoader": (
+        "datasets",
+        lambda: rows_in_workers(StatefulDataLoader),
+        "wrap a DataLoader with shard=False in its place, or draw in then=",
+        rows_in_workers,
+        {"shard": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CURES)
+def test_what_is_said_to_write_instead_is_exact(name: str) -> None:
+    package, told, words, cure, options = CURES[name]
+    pytest.importorskip(package, reason=f"{package} is not installed (pip install midepoch[{package}])")
+    said = wrap(told(), seed=1).capabilities.exact_augmentations
+    assert not said and re.search(words, said.reason)
+
+    def make() -> Loader:
+        return wrap(cure(), seed=1, **options)
+
+    with make() as loader:
+        whole, states = [], []
+        for batch in loader:
+            whole.append(repr(batch))
+            states.append(loader.state_dict())
+    for cut in (1, 2):
+        torch.manual_seed(cut), random.seed(cut), np.random.seed(cut)
+        with make() as loader:
+            loader.load_state_dict(states[cut - 1])
+            assert [repr(batch) for batch in loader] == whole[cut:]
+
+
+# --- tried, not believed ---
+
+
+@pytest.mark.parametrize("name", own.TOLD)
+def test_a_source_whose_state_is_wrong_is_told_before_a_resume_is(name: str) -> None:
+    loader = wrap(own.TOLD[name](), seed=own.SEED)
+    batches = iter(loader)
+    next(batches)
+    with pytest.warns(midepoch.MidepochWarning, match="does not restore its (order|random numbers)"):
+        state = loader.state_dict()
+    promised, rest = loader.capabilities, list(map(digest, batches))
+    assert not promised.exact_augmentations
+    assert "draw" in name or "generator" in name or not promised.exact_order
+    resumed = wrap(own.TOLD[name](), seed=own.SEED)
+    resumed.load_state_dict(state)
+    random.seed(1)
+    assert list(map(digest, resumed)) != rest
+
+
+def test_the_numbers_of_a_stateful_dataloader_s_workers_are_not_promised() -> None:
+    make = functools.partial(own.wrapped_torchdata, 2)
+    with make() as loader:
+        assert not loader.capabilities.exact_augmentations
+    with make() as loader, pytest.raises(StateError, match="num_workers"):
+        loader.load_state_dict(sources.heads(own.wrapped_torchdata, 2)[1])
+
+
+@pytest.mark.parametrize("name", own.FOUND_BY_CHECK)
+def test_what_the_trial_of_a_job_does_not_see_is_found_by_the_laws(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", midepoch.MidepochWarning)
+        loader = wrap(own.FOUND_BY_CHECK[name]())
+        assert len(list(loader)) == own.SIZE
+    assert loader.capabilities.exact_order or name == "cannot load"
+    report = check_resumable(
+        functools.partial(own.wrapped_by_name, name), quick=True, laws=("tail", "next epoch"), raise_on_failure=False
+    )
+    assert not report.holds and any(verdict.status == "failed" for verdict in report.verdicts), str(report)
+
+
+class Watched(own.Stream):
+    """Notes what it is asked, and in which copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.copies = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.copies += 1
+        return {**self.__dict__, "asked": []}
+
+    def __iter__(self) -> Any:
+        self.asked.append("iter")
+        return super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked.append("state_dict")
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.asked.append("load_state_dict")
+        super().load_state_dict(state)
+
+
+def test_wrap_capabilities_and_a_first_state_ask_a_source_for_nothing() -> None:
+    source = Watched()
+    loader = wrap(source)
+    state, told = loader.state_dict(), loader.capabilities
+    assert told.exact_order and told.exact_order.believed
+    loader.load_state_dict(state)
+    assert source.asked == [] and source.copies == 0
+
+
+class WatchedOfALength(Watched):
+    def __len__(self) -> int:
+        return own.SIZE
+
+
+@pytest.mark.parametrize("kind", [Watched, WatchedOfALength])
+def test_a_source_is_copied_once_not_read_twice_and_loads_nothing(kind: Any) -> None:
+    source = kind()
+    loader = wrap(source)
+    next(iter(loader))
+    assert source.asked == ["iter", "state_dict"]  # the state of the very beginning
+    for _ in range(4):
+        assert len(list(loader)) == own.SIZE
+    assert source.copies == 1 and source.asked.count("iter") == 5 and "load_state_dict" not in source.asked
+
+
+@pytest.mark.parametrize("options", [{"verify": "off"}, {"randomness": "none"}])
+def test_nothing_is_tried_where_that_was_said(options: dict[str, Any]) -> None:
+    source = Watched()
+    loader = wrap(source, **options)
+    assert len(list(loader)) == own.SIZE
+    assert source.copies == 0
+    assert loader.capabilities.exact_order.believed
+
+
+def wrap_state(make: Callable[[], Any], batches: int) -> dict[str, Any]:
+    return sources.heads(lambda: wrap(make()), batches)[1]
+
+
+class Fails(own.Stream):
+    """Fails at one sample, or whenever it is asked for a state."""
+
+    def __init__(self, at: int, states: bool = True) -> None:
+        super().__init__()
+        self.at, self.states = at, states
+
+    def value(self, number: int) -> Any:
+        if self.given - 1 == self.at:
+            raise ZeroDivisionError("bad sample")
+        return number
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.states:
+            raise RuntimeError("no state today")
+        return super().state_dict()
+
+
+def test_a_save_does_not_fail_of_the_batch_behind_it() -> None:
+    loader = wrap(Fails(1))
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    assert loader.state_dict() == state
+    with pytest.raises(ZeroDivisionError, match="bad sample"):
+        next(batches)
+    assert (state["epoch"], state["position"]) == (0, 1)
+
+
+class FailsOnce:
+    """An iterator that goes on after an error, at the same place."""
+
+    def __init__(self) -> None:
+        self.position, self.failed = 0, False
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+    def __iter__(self) -> FailsOnce:
+        return self
+
+    def __next__(self) -> int:
+        if self.position == 6:
+            raise StopIteration
+        if self.position == 4 and not self.failed:
+            self.failed = True
+            raise OSError("network")
+        self.position += 1
+        return self.position
+
+
+@pytest.mark.parametrize("remember", [0, 1])
+def test_a_source_that_goes_on_after_an_error_does_so_if_its_states_are_remembered(remember: int) -> None:
+    loader = wrap(FailsOnce(), seed=1, remember=remember)
+    batches = iter(loader)
+    assert list(itertools.islice(batches, 4)) == [1, 2, 3, 4]
+    with pytest.raises(OSError, match="network"):
+        next(batches)
+    if remember:
+        assert list(batches) == [5, 6]
+        return
+    with pytest.raises(StateError, match=r"already past it: .*, or pass remember=1 to midepoch\.wrap"):
+        next(batches)
+
+
+def test_a_batch_read_behind_a_save_is_given_next_and_peeked_at() -> None:
+    whole = taken(wrap(own.Stream()))
+    loader = wrap(own.Stream())
+    batches = iter(loader)
+    head = [own.identify(next(batches))]
+    state = loader.state_dict()
+    assert own.identify(loader.peek()) == whole[1]
+    head += [own.identify(next(batches))]
+    second = loader.state_dict()
+    assert head + [own.identify(batch) for batch in batches] == whole
+    for place, each in ((1, state), (2, second)):
+        loader.load_state_dict(each)
+        assert taken(loader) == whole[place:]
+
+
+def test_a_state_of_a_combination_is_told_of_its_parts_too(tmp_path: Path) -> None:
+    loader = midepoch.combine([wrap(own.StartsOver(), remember=1), wrap(own.Stream(), remember=1)])
+    next(iter(loader))
+    with pytest.warns(midepoch.MidepochWarning, match="StartsOver does not restore its order"):
+        loader.state_dict()
+    assert not loader.capabilities.exact_order
+
+
+def test_a_snapshot_is_told_when_it_saves(tmp_path: Path) -> None:
+    loader = wrap(own.ReadsAhead())
+    snapshot = midepoch.Snapshot(tmp_path / "run.pt", loader=loader)
+    next(iter(loader))
+    with pytest.warns(midepoch.MidepochWarning, match="ReadsAhead does not restore its order"):
+        snapshot.save()
+
+
+class Drawing(IterableDataset[Any]):
+    """Draws, has no length and no state."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(8):
+            yield number + torch.rand(())
+
+
+class Holding(own.Stream):
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+
+class DrawsFromAll(own.Stream):
+    generator = random.Random(4)  # of the class, which copies share
+
+    def value(self, number: int) -> Any:
+        return random.random(), np.random.random(), self.generator.random(), float(torch.rand(()))
+
+
+BELIEVED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: Holding(threading.Lock()), "cannot be pickled"),
+    (lambda: Holding(np.zeros(9 << 20)), "more than 64 MB"),
+    (lambda: Holding(lambda: 0), "cannot be pickled"),
+    (lambda: Fails(-1, states=False), "when an epoch is read from its beginning"),  # it never says its state
+    (lambda: own.torchdata(2), "worker processes"),
+    (own.nodes, "cannot be pickled"),
+]
+
+
+@pytest.mark.parametrize(("make", "why"), BELIEVED)
+def test_what_cannot_be_tried_is_believed_and_says_why(make: Callable[[], Any], why: str) -> None:
+    with wrap(make()) as loader:
+        assert len(list(loader)) in (own.SIZE, 5)
+        answer = loader.capabilities.exact_order
+    assert answer.holds and answer.believed and why in answer.reason
+
+
+def test_batches_that_come_out_of_order_are_not_promised() -> None:
+    import torchdata.nodes as parts
+
+    thread = parts.ParallelMapper(parts.IterableWrapper(range(12)), own.still, 2, in_order=False)
+    for source in (parts.Loader(thread), StatefulDataLoader(range(12), 2, num_workers=2, in_order=False)):
+        order = wrap(source, seed=1).capabilities.exact_order
+        assert not order and "in_order=False" in order.reason
+
+
+def test_a_trial_moves_no_generator() -> None:
+    def drawn(verify: Any) -> list[Any]:
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        DrawsFromAll.generator.seed(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", midepoch.MidepochWarning)
+            loader = wrap(DrawsFromAll(), verify=verify)
+            return [[batch["value"] for batch in loader], loader.capabilities.exact_augmentations.reason]
+
+    (tried, why), (untried, _) = drawn("sample"), drawn("off")
+    assert tried == untried and "was tried on a copy, which gave another" in why
+
+
+class _Own(ResumableTests):
+    identify: ClassVar[Any] = staticmethod(own.identify)
+    world_sizes: ClassVar[tuple[int, ...]] = (1,)  # they divide themselves, by what each takes for the world
+    quick = True
+
+
+class TestTorchdata(_Own):
+    make_loader = staticmethod(own.wrapped_torchdata)
+    shuffled = True
+    elastic_content = False  # numbers are those of the batch, and of the worker
+
+
+class TestDatasets(_Own):
+    make_loader = staticmethod(own.wrapped_datasets_stream)
+
+
+class TestDatasetsBuffered(_Own):
+    make_loader = staticmethod(own.wrapped_datasets_buffered)
+    shuffled = True
+
+
+@pytest.mark.long  # its iterator is TestGrainDataset's; test_every_place_of_two_epochs_is_gone_on_from has both
+class TestGrainLoader(_Own):
+    make_loader = staticmethod(own.wrapped_grain_loader)
+
+
+@pytest.mark.long  # every place of its epochs is gone on from above, and Grain's loader has the laws
+class TestGrainDataset(_Own):
+    make_loader = staticmethod(own.wrapped_grain_dataset)
+
+
+class TestLitData(_Own):
+    make_loader = staticmethod(own.wrapped_litdata_loader)
+    shuffled = True
+
+
+class _OnRanks(_Own):
+    world_sizes: ClassVar[tuple[int, ...]] = (1, 3)
+
+
+class TestNodes(_OnRanks):
+    """Each rank has its own state, so another world is refused by name."""
+
+    make_loader = staticmethod(own.wrapped_nodes)
+    draws: ClassVar[Any] = staticmethod(own.draws)
+    shuffled = True
+    elastic_content = False  # numbers are those of the batch
+
+
+@pytest.mark.long  # threads are started for each resume; test_a_source_whose_state_is_right_... has them too
+class TestNodesAhead(_OnRanks):
+    make_loader = staticmethod(own.wrapped_nodes_ahead)
+    shuffled = True
+
+
+class TestGrainElastic(_OnRanks):
+    make_loader = staticmethod(own.wrapped_grain_elastic)
+    shuffled = False  # Grain's order is the same in each epoch
+    tail = "drop"
+    drop_last = True
+
+    @classmethod
+    def setup_class(cls) -> None:
+        pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
+
+
+@pytest.mark.long  # another number of ranks, in each direction, with workers; two of them are gone on from below
+class TestLitDataElsewhere(_OnRanks):
+    make_loader = staticmethod(own.wrapped_litdata_elsewhere)
+    world_sizes = (1, 2, 3)
+    cuts = (6,)  # each new global batch divides what was read; where it does not, LitData repeats, and says so
+    shuffled = True
+    tail = "drop"
+
+    @classmethod
+    def setup_class(cls) -> None:
+        made("LitData StreamingDataLoader")
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        shared_pool().close()  # their processes were told that they are others
+
+
+@pytest.mark.parametrize("make", [own.wrapped_torchdata, lambda: wrap(own.Stream())])
+def test_a_loader_is_sent_to_another_process_while_it_is_read(make: Callable[[], Loader]) -> None:
+    whole = [taken(make()) for _ in range(2)]
+    loader = make()
+    batches = iter(loader)
+    next(batches), next(batches)
+    sent = pickle.loads(pickle.dumps(loader))
+    assert sent.state_dict() == loader.state_dict()
+    resumed = make()
+    resumed.load_state_dict(sent.state_dict())
+    assert taken(resumed) == whole[0][2:]
+    assert [own.identify(batch) for batch in batches] == whole[0][2:]
+
+
+@pytest.mark.parametrize("name", [*own.WRAPPED, "right by itself"])
+def test_the_beginning_of_any_epoch_is_reached_where_a_source_can_begin_anew(name: str) -> None:
+    make: Callable[[], Loader] = made(name) if name in own.WRAPPED else lambda: wrap(own.Stream())
+    with make() as loader:
+        if name in ("LitData StreamingDataLoader", "right by itself"):  # they go on from where they stand
+            with pytest.raises(StateError, match="where its own checkpoints lead"):
+                loader.seek(epoch=2)
+            return
+        epochs = [taken(loader) for _ in range(3)]
+    with make() as fresh:
+        for epoch in (2, 1, 2):
+            fresh.seek(epoch=epoch)
+            assert taken(fresh) == epochs[epoch]
+
+
+BEGINNINGS: dict[str, Callable[[], Loader]] = {
+    **{name: functools.partial(lambda name: made(name)(), name) for name in own.WRAPPED},
+    "Grain ElasticIterator": lambda: grain_elastic(),
+    "torchdata.nodes": own.wrapped_nodes,
+    "torchdata.nodes that read ahead": own.wrapped_nodes_ahead,
+    "an object": lambda: wrap(own.Stream()),
+    "StatefulDataLoader of a stream": lambda: wrap(own.EXACT["StatefulDataLoader of a stream"](), seed=1),
+    "StatefulDataLoader of rows": lambda: wrap(own.rows_inside(buffer=True), seed=1),
+    "DataLoader of a stream": lambda: counting(0),
+    "DataLoader of a stream, two workers": lambda: counting(2),
+}
+ONLY_ON = ("LitData", "torchdata.nodes", "an object", "StatefulDataLoader of a stream", "DataLoader of a stream")
+"""Of these, no state leads to an epoch behind one that was left."""
+
+
+# A batch that is peeked at opens the epoch, and is not given.
+@pytest.mark.parametrize("peeks", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_the_beginning_of_an_epoch_behind_one_that_was_left_is_reached_or_refused(name: str, peeks: bool) -> None:
+    """By reading on, in the loader itself, it is reached by all."""
+    refused = name.startswith(ONLY_ON) and "two workers" not in name
+    with BEGINNINGS[name]() as loader, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", midepoch.MidepochWarning)
+        for epoch in loader.epochs(2):
+            if epoch == 1:
+                if peeks:
+                    loader.peek()
+                state = loader.state_dict()
+                following = taken(loader)
+                break
+            taken(loader, 2)
+        told = [str(each.message) for each in caught if "beginning of epoch 1" in str(each.message)]
+    assert (state["epoch"], state["position"]) == (1, 0)
+    assert bool(told) == refused and all("Save after a batch" in each for each in told)
+    with BEGINNINGS[name]() as resumed:
+        if refused:
+            before = resumed.state_dict()
+            with pytest.raises(StateError, match=r"beginning of epoch 1, .*epoch 0 was not read to its end"):
+                resumed.load_state_dict(state)
+            assert resumed.state_dict() == before
+        else:
+            resumed.load_state_dict(state)
+            assert taken(resumed) == following
+
+
+# --- what is elastic by itself stays elastic ---
+
+
+def grain_elastic(rank: int = 0, world_size: int = 1, *, together: int = 6, size: int = 41) -> Loader:
+    pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
+    return wrap(own.grain_elastic(rank, world_size, together, size), world=midepoch.World(rank, world_size))
+
+
+def test_grain_s_elastic_iterator_with_another_global_batch_shard_shuffle_and_size() -> None:
+    whole, (_, state) = taken(grain_elastic()), sources.heads(grain_elastic, 2)
+    assert len(whole) == len(grain_elastic()) == 6  # the last 5 of 41 do not fill a global batch
+    loader = grain_elastic()
+    loader.seek(position=12)
+    assert taken(loader) == whole[2:]
+    smaller = grain_elastic(together=4)
+    smaller.load_state_dict(state)
+    assert sources.flat(taken(smaller)) == sources.flat(whole[2:]) + sources.flat(taken(grain_elastic(together=4)))[36:]
+    with pytest.raises(StateError, match=r"size differs.*41.*30"):
+        grain_elastic(size=30).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match="data differs"):
+        wrap(own.grain_elastic(seed=4)).load_state_dict(state)
+    wrong = wrap(grain_elastic(0, 2).source, world=midepoch.World(1, 2))
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"shard_index=0.*rank 1 of 2.*shard_index=1"):
+        next(iter(wrong))
+
+
+@pytest.mark.parametrize(("batches", "again"), [(3, 0), (2, 3)])
+def test_litdata_goes_on_in_another_world(batches: int, again: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made("LitData StreamingDataLoader")
+    size = 54
+
+    def at(rank: int, world_size: int) -> Loader:
+        for name, number in (("WORLD_SIZE", world_size), ("GLOBAL_RANK", rank), ("RANK", rank), ("LOCAL_RANK", rank)):
+            monkeypatch.setenv(name, str(number))
+        monkeypatch.setenv("NNODES", "1")
+        return wrap(own.litdata_loader(size=size), seed=own.SEED)
+
+    head, states = [], []
+    for rank in range(2):
+        loader = at(rank, 2)
+        head.append(taken(loader, batches))
+        states.append(loader.state_dict())
+    rest = []
+    for rank in range(3):
+        loader = at(rank, 3)
+        loader.load_state_dict(states[1])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", midepoch.MidepochWarning)
+            rest.append(taken(loader))
+        told = [str(each.message) for each in caught if "come again" in str(each.message)]
+        assert len(told) == (again > 0 and rank == 0) and all(f"the last {again} samples" in each for each in told)
+    given = Counter(sources.flat(sources.flat(head + rest)))
+    assert set(given) == set(range(size)) and given.total() == size + again
+    assert not [each for part in rest for each in part if len(each) != own.BATCH]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    alone = wrap(own.litdata_loader(size=size), world=midepoch.World(1, 2))
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"rank \d of \d, and midepoch for rank 1 of 2"):
+        next(iter(alone))
+
+
+@pytest.mark.long  # in one process after the other above
+@pytest.mark.parametrize(
+    ("kind", "before", "after", "batches", "global_batch", "again"),
+    [
+        ("elastic", 2, 3, 2, 12, 0),
+        ("elastic", 3, 2, 2, 12, 0),
+        ("litdata", 2, 3, 3, 12, 0),
+        ("litdata", 3, 2, 3, 12, 0),
+        ("litdata", 2, 3, 1, 9, 3),  # 12 samples were read, and 9 do not divide them
+    ],
+)
+def test_ranks_of_torchrun_go_on_as_other_ranks(
+    kind: str, before: int, after: int, batches: int, global_batch: int, again: int, tmp_path: Path
+) -> None:
+    made("LitData StreamingDataLoader" if kind == "litdata" else "Grain DataLoader")
+    head = own_states_job.run(tmp_path, kind, before, batches)
+    assert not any(each["told"] for each in head)
+    rest = own_states_job.run(tmp_path, kind, after, 0, global_batch)
+    given = Counter(own_states_job.samples(head) + own_states_job.samples(rest))
+    print(f"{kind}, {before} -> {after} ranks: {len(given)} samples, {given.total() - len(given)} of them twice")
+    assert set(given) == set(range(own_states_job.SIZE)) and given.total() == own_states_job.SIZE + again
+    assert not any("refused" in each for each in rest)
+    told = [text for each in rest for text in each["told"] if f"the last {again} samples that were read come" in text]
+    assert len(told) == (1 if again else 0)
+    assert len({len(each["samples"]) for each in rest}) == 1, "as many batches on each rank"
+
+
+def test_what_litdata_keeps_as_it_was_is_compared_when_a_state_is_loaded() -> None:
+    """LitData compares it when the first batch is read."""
+    made("LitData StreamingDataLoader")
+    import litdata
+
+    def make(**options: Any) -> Loader:
+        settings = {"shuffle": True, "seed": 1, "drop_last": True, **options}
+        dataset = litdata.StreamingDataset(own.written_by_litdata(own.SIZE), **settings)
+        return wrap(litdata.StreamingDataLoader(dataset, batch_size=2), seed=1)
+
+    loader = make()
+    taken(loader, 2)
+    state = loader.state_dict()
+    for name, value in (("shuffle", False), ("seed", 2), ("drop_last", False)):
+        with pytest.raises(StateError, match=rf"{name} differs: .*this StreamingDataset has {value}.*{name}="):
+            make(**{name: value}).load_state_dict(state)
+    make().load_state_dict(state)
+
+
+# --- what a state leads to ---
+
+
+class Skips(IterableDataset[Any]):
+    """Loads its state by reading up to its place."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.place = size, 0
+        self.numbers: Iterator[int] = iter(())
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.place:
+            self.numbers = iter(range(self.size))
+        for number in self.numbers:
+            self.place += 1
+            yield number
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.numbers, self.place = iter(range(self.size)), state["place"]
+        for _ in range(self.place):
+            next(self.numbers)
+
+
+@pytest.mark.parametrize(
+    "made_of", [lambda each: each, lambda each: DataLoader(each, 4), lambda each: StatefulDataLoader(each, 4)]
+)
+def test_a_state_beyond_the_end_of_a_source_is_refused(made_of: Any) -> None:
+    state = wrap_state(lambda: made_of(Skips(40)), 6)
+    resumed = wrap(made_of(Skips(40)))
+    resumed.load_state_dict(state)
+    assert len(list(resumed)) == len(list(wrap(made_of(Skips(40))))) - 6
+    shorter = wrap(made_of(Skips(3)))
+    shorter.load_state_dict(state)
+    with pytest.raises(StateError, match=r"refused its own state \(StopIteration"):
+        list(shorter)
+
+
+# --- streams in a DataLoader ---
+
+
+class Counting(IterableDataset[Any]):
+    """Numbers from its place on, divided among workers; it draws, and says its place."""
+
+    ahead = 0
+
+    def __init__(self, size: int = 20, held: int = 0) -> None:
+        self.size, self.place, self.asked = size, 0, 0
+        self.held = held
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        own, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        while (number := self.place * workers + own) < self.size:
+            self.place += 1
+            yield torch.tensor([number, random.random(), np.random.rand(), torch.rand(())])
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"place": self.place + self.ahead, "held": list(np.random.RandomState(0).bytes(self.held))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class SaysTooMuch(Counting):
+    """Its state is of two samples more than it has given."""
+
+    ahead = 2
+
+
+class Refuses(Counting):
+    """As of another version of its package."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("format 2")
+
+
+def counting(workers: int, kind: Any = Counting, batch_size: int | None = 3, **options: Any) -> Loader:
+    source = DataLoader(kind(**options), batch_size, num_workers=workers)
+    return wrap(source, seed=1, shard=False if workers > 1 else None)
+
+
+def test_a_stream_in_workers_knows_the_batches_in_flight() -> None:
+    with counting(2) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        next(batches), next(batches)
+        assert loader.state_dict(in_flight=2) == state
+
+
+def test_a_stream_whose_state_says_too_much_is_told_or_refused() -> None:
+    alone = counting(0, SaysTooMuch)
+    batches = iter(alone)
+    next(batches)
+    with pytest.warns(midepoch.MidepochWarning, match="does not restore its order"):
+        alone.state_dict()
+    with counting(1, SaysTooMuch) as loader:
+        taken(loader, 3)
+        state = loader.state_dict()
+    with counting(1, SaysTooMuch) as resumed, pytest.raises(midepoch.SourceError, match="does not lead to the batch"):
+        resumed.load_state_dict(state)
+        next(iter(resumed))
+
+
+class Plain(IterableDataset[Any]):
+    """Numbers from its place on, which is its state."""
+
+    size = 60
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < self.size:
+            self.place += 1
+            yield self.sample(self.place)
+        self.place = 0
+
+    def sample(self, number: int) -> Any:
+        return number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+class Walking(Plain):
+    """Draws."""
+
+    size = 8
+
+    def sample(self, number: int) -> Any:
+        return number + torch.rand(())
+
+
+class IsTold(Plain):
+    """Its order follows from the epoch that it is told. What it knows of the epoch is not in its state."""
+
+    size, epoch = own.SIZE, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def sample(self, number: int) -> Any:
+        return int(np.random.RandomState(self.epoch).permutation(self.size)[number - 1])
+
+
+class Hides(Plain):
+    """One sample in the middle of each batch counts for itself, which its state does not say."""
+
+    size, batch = 300, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = 0
+
+    def sample(self, number: int) -> Any:
+        if number % self.batch != self.batch // 2:
+            return number
+        self.hidden += 1
+        return self.hidden
+
+
+class HidesInMany(Hides):
+    batch = 100
+
+
+class LeavesOut(Plain):
+    batch = 4
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place + 1}
+
+
+class Timed(Plain):
+    """Each sample has the time at which it was read."""
+
+    def sample(self, number: int) -> Any:
+        return "of what it says, most is the same", number, time.perf_counter_ns()
+
+
+class HoldsADate(Plain):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "since": Path("2026")}
+
+
+class RaisesOnce(Plain):
+    def state_dict(self) -> dict[str, Any]:
+        if self.place == 12:
+            raise RuntimeError("between two files")
+        return super().state_dict()
+
+
+class SaysItWhileItIsRead(Plain):
+    """It has a state once its first sample was read."""
+
+    begins = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.reading: dict[str, int] | None = None
+        return self.read()
+
+    def read(self) -> Iterator[int]:
+        self.reading, self.begins = {"place": self.begins}, 0
+        while self.reading["place"] < self.size:
+            self.reading["place"] += 1
+            yield self.reading["place"]
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.reading is not None
+        return dict(self.reading)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begins = state["place"]
+
+
+def plain(kind: Any, batch_size: int = 4, **options: Any) -> Loader:
+    return wrap(DataLoader(kind(), batch_size, num_workers=1, collate_fn=list), seed=1, **options)
+
+
+def saved_after(batches: int, kind: Any, batch_size: int = 4, **options: Any) -> dict[str, Any]:
+    with plain(kind, batch_size, **options) as loader:
+        list(itertools.islice(loader, batches))
+        return loader.state_dict()
+
+
+@pytest.mark.parametrize("kind", [Hides, HidesInMany, LeavesOut])
+def test_each_sample_of_the_batch_before_a_resume_is_compared(kind: Any) -> None:
+    state = saved_after(2, kind, kind.batch)
+    with plain(kind, kind.batch) as resumed, pytest.raises(midepoch.SourceError, match="does not lead to the batch"):
+        resumed.load_state_dict(state)
+        next(iter(resumed))
+
+
+def test_verify_says_what_follows_where_a_batch_that_is_read_again_differs() -> None:
+    state = saved_after(2, Timed)
+    with plain(Timed) as resumed, pytest.raises(midepoch.SourceError, match="pass verify='warn'"):
+        resumed.load_state_dict(state)
+        next(iter(resumed))
+    with plain(Timed, verify="warn") as resumed:
+        resumed.load_state_dict(state)
+        with pytest.warns(midepoch.MidepochWarning, match="does not lead to the batch") as told:
+            assert next(iter(resumed))[0][1] == 9
+        assert told[0].filename == __file__ and not resumed.capabilities.exact_order
+    with warnings.catch_warnings(), plain(Timed, verify="off") as resumed:
+        warnings.simplefilter("error", midepoch.MidepochWarning)
+        resumed.load_state_dict(state)
+        assert [batch[0][1] for batch in itertools.islice(resumed, 3)] == [9, 13, 17]
+        promises = resumed.capabilities
+        assert promises.exact_order.answer == promises.exact_augmentations.answer == "believed"
+
+
+def test_without_streams_a_batch_that_is_read_again_is_not_compared() -> None:
+    source = functools.partial(DataLoader, Counting(), 3, num_workers=1)
+    with wrap(source(), seed=1, randomness="none") as loader:
+        taken(loader, 3)
+        state, order = loader.state_dict(), loader.capabilities.exact_order
+    assert order.believed and not loader.capabilities.exact_augmentations
+    with wrap(source(), seed=1, randomness="none") as resumed:
+        resumed.load_state_dict(state)
+        assert next(iter(resumed))[:, 0].tolist() == [9, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why", "places"),
+    [
+        (HoldsADate, r"state\['since'\] holds a PosixPath, .* built-in types", [2, 3, 4, 5]),
+        (RaisesOnce, r"RaisesOnce raised RuntimeError: between two files: let it return a state after each batch", [4]),
+    ],
+)
+def test_a_dataset_that_does_not_say_its_state_is_read_all_the_same(kind: Any, why: str, places: list[int]) -> None:
+    refused = []
+    with plain(kind) as loader:
+        for number, batch in enumerate(loader, 1):
+            assert batch[0] == 4 * number - 3
+            if number < 6:
+                try:
+                    state = loader.state_dict()
+                except StateError as error:
+                    assert re.search(why, str(error))
+                    refused.append(number)
+        assert number == 15 and refused == places
+        loader.state_dict()  # nothing is left, so that no state is needed
+    with plain(kind) as resumed:
+        resumed.load_state_dict(state)
+        assert next(iter(resumed))[0] == (5 if kind is HoldsADate else 21)
+
+
+def test_a_dataset_in_workers_may_say_its_state_only_while_it_is_read() -> None:
+    for cut in (1, 3):
+        state = saved_after(cut, SaysItWhileItIsRead)
+        with plain(SaysItWhileItIsRead) as resumed:
+            resumed.load_state_dict(state)
+            assert [batch[0] for batch in resumed] == list(range(4 * cut + 1, 61, 4))
+
+
+def test_a_large_state_in_workers_does_not_come_with_each_batch() -> None:
+    with counting(2, held=9000) as loader:
+        taken(loader, 7)
+        first = json.loads(json.loads(loader.state_dict()["detail"])["part"][8:])[1][0]
+    assert len(first[0]) > 10_000 and first[3] > 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_of_another_version_of_a_source_is_named_as_such(workers: int) -> None:
+    with counting(workers, Refuses) as loader:
+        taken(loader, 3)
+        state = loader.state_dict()
+    with counting(workers, Refuses) as resumed:
+        resumed.load_state_dict(state)
+        for _ in range(2):  # nothing is half loaded: it is said again
+            with pytest.raises(StateError, match=r"refused its own state \(KeyError: 'format 2'\)"):
+                next(iter(resumed))
+
+
+def test_a_state_of_another_version_of_a_package_is_told_and_one_without_a_version_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which version is installed is said to be another one; `make wild` has a real one, below."""
+
+    def saved(version: Callable[[str], str]) -> dict[str, Any]:
+        with monkeypatch.context() as patch:
+            patch.setattr(importlib.metadata, "version", version)
+            loader: Loader = own.wrapped_nodes()
+            taken(loader, 2)
+            return loader.state_dict()
+
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    with pytest.warns(midepoch.MidepochWarning, match=r"saved with 'torchdata 0\.9\.7', and 'torchdata 0\.11\.0' is"):
+        own.wrapped_nodes().load_state_dict(saved(lambda name: "0.9.7"))
+    here = importlib.metadata.version("torchdata")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", midepoch.MidepochWarning)
+        for version in (unknown, lambda name: here):  # states that were saved before do not say it
+            loader = own.wrapped_nodes()
+            loader.load_state_dict(saved(version))
+            assert len(taken(loader)) == 3
+
+
+OLDER = Path(sys.prefix) / "wild" / "torchdata_010"
+
+
+@pytest.mark.skipif(not OLDER.is_dir(), reason="torchdata 0.10.1 is installed by make wild, which runs this test")
+def test_states_of_an_older_torchdata_are_refused_by_its_own_error_or_told(tmp_path: Path) -> None:
+    """Its nodes refuse them. Its StatefulDataLoader takes them for other places, and gives more than was left."""
+    code = (
+        "import json, sys; sys.path.insert(0, sys.argv[1]); from support import own_state_sources as own\n"
+        "found = []\n"
+        "for make in (own.wrapped_nodes, own.wrapped_torchdata):\n"
+        "    loader = make(); batches = iter(loader); next(batches), next(batches)\n"
+        "    found.append(loader.state_dict())\n"
+        "print(json.dumps(found))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(TESTS)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(OLDER), *sys.path])}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    versions = r"'torchdata 0\.10\.1', and 'torchdata 0\.11\.0' is installed"
+    for make, state, error, words in zip(
+        (own.wrapped_nodes, own.wrapped_torchdata), json.loads(said), (StateError, midepoch.SourceError),
+        (r"refused its own state \(KeyError: 'it_state'\)", "more|continues after the 3 batches"), strict=True,
+    ):  # fmt: skip
+        loader = make()
+        with pytest.warns(midepoch.MidepochWarning, match=versions):
+            loader.load_state_dict(state)
+        with pytest.raises(error, match=words):
+            taken(loader)
+    whole = own.wrapped_nodes()
+    head, state = taken(whole, 2), whole.state_dict()
+    loader = own.wrapped_nodes()
+    with pytest.warns(midepoch.MidepochWarning, match=versions):
+        loader.load_state_dict(json.loads(said)[0])
+    loader.load_state_dict(state)  # its own state takes it elsewhere all the same
+    assert head + taken(loader) == taken(own.wrapped_nodes())
+
+
+def test_a_stream_alone_is_asked_for_its_state_only_when_somebody_asks() -> None:
+    dataset = Counting()
+    loader = wrap(DataLoader(dataset, 2), verify="off")
+    batches = iter(loader)
+    assert len(list(itertools.islice(batches, 9))) == 9
+    assert dataset.asked == 1  # at its very beginning
+    loader.state_dict()
+    assert dataset.asked == 2
+    assert len(list(batches)) == 1
+    assert dataset.asked == 3  # where the next epoch begins
+
+
+def test_persistent_workers_of_a_stream_with_a_state_are_replayed() -> None:
+    loader = wrap(DataLoader(Counting(), 2, num_workers=1, persistent_workers=True))
+    assert "replay" in str(loader.capabilities.constant_time_resume) or "read again" in str(loader.capabilities)
+
+
+class _Pins:
+    """A batch that knows whether it was put into pinned memory."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers, self.is_pinned = numbers, False
+
+    def pin_memory(self) -> _Pins:
+        self.is_pinned = True
+        return self
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_stream_s_batches_are_pinned_where_there_is_a_device(
+    batch_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for pins in (True, False):
+        loader = wrap(DataLoader(IsTold(), batch_size, collate_fn=_Pins, pin_memory=pins), seed=1)
+        assert [batch.is_pinned for batch in loader] == [pins] * len(list(loader))
+
+
+class Rows:
+    """Rows for Grain."""
+
+    def __len__(self) -> int:
+        return own.SIZE
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class NamedRows(Rows):
+    def __repr__(self) -> str:
+        return "NamedRows()"
+
+
+def test_an_iterator_of_grain_s_is_refused_with_the_cure() -> None:
+    pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
+    iterator = iter(own.grain_dataset())
+    with pytest.raises(midepoch.UnsupportedSourceError, match="goes through its data once: wrap the dataset"):
+        wrap(iterator)
+
+
+def test_a_grain_source_that_grain_knows_by_its_address_is_refused_with_the_cure() -> None:
+    grain = pytest.importorskip("grain")
+
+    def made(rows: Any) -> Loader:
+        sampler = grain.samplers.IndexSampler(
+            own.SIZE, shuffle=True, seed=1, num_epochs=1, shard_options=grain.sharding.NoSharding()
+        )
+        return wrap(grain.DataLoader(data_source=rows, sampler=sampler, worker_count=0))
+
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"the Rows by its repr\(\).*give the Rows a __repr__"):
+        made(Rows())
+    whole = taken(made(NamedRows()))
+    loader = made(NamedRows())
+    loader.load_state_dict(sources.heads(lambda: made(NamedRows()), 3)[1])
+    assert taken(loader) == whole[3:]
+
+
+# --- the epoch ---
+
+
+def replayed_rows(workers: int) -> Any:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"number": list(range(own.SIZE))}).to_iterable_dataset(num_shards=3)
+    return DataLoader(rows.shuffle(seed=own.SEED, buffer_size=5), 2, num_workers=workers)
+
+
+
+
+def test_a_source_that_cannot_be_told_the_epoch_says_so() -> None:
+    loader = wrap(own.Stream())
+    loader.set_epoch(2)
+    with pytest.warns(midepoch.MidepochWarning, match="epoch 2 is the next pass of this Stream, whatever its number"):
+        next(iter(loader))
+
+
+# --- several ranks ---
+
+
+class OfItsRank(own.Stream):
+    """Reads every n-th number only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.world_size = 0, 2
+
+
+def rows(divided: bool) -> Any:
+    distributed = pytest.importorskip("datasets.distributed")
+    source = own.datasets_stream()
+    return distributed.split_dataset_by_node(source, 0, 2) if divided else source
+
+
+def nodes_of(divided: bool) -> Any:
+    numbers: Any = range(own.SIZE)
+    return own.nodes(sampler=lambda: DistributedSampler(numbers, 2, 0) if divided else own.EpochOrder())
+
+
+def stateful_of(divided: bool) -> Any:
+    numbers: Any = own.Drawing(own.SIZE)
+    return StatefulDataLoader(numbers, 2, sampler=DistributedSampler(numbers, 2, 0) if divided else None)
+
+
+def grain_of(divided: bool) -> Any:
+    grain = pytest.importorskip("grain")
+    numbers = grain.MapDataset.range(own.SIZE)
+    return (numbers[0::2] if divided else numbers).batch(2).to_iter_dataset()
+
+
+SEVERAL: dict[str, Any] = {
+    "an object": lambda divided: OfItsRank() if divided else own.Stream(),
+    "Hugging Face": rows,
+    "torchdata.nodes": nodes_of,
+    "StatefulDataLoader": stateful_of,
+    "Grain": grain_of,
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_source_that_several_ranks_read_whole_is_told_and_one_that_divides_its_data_is_not(name: str) -> None:
+    two = midepoch.World(0, 2)
+    with pytest.warns(midepoch.MidepochWarning, match=r"2 ranks read this .* each rank reads all of it.*shard=False"):
+        next(iter(wrap(SEVERAL[name](False), world=two)))
+    with warnings.catch_warnings(action="error", category=midepoch.MidepochWarning):
+        next(iter(wrap(SEVERAL[name](True), world=two)))
+        next(iter(wrap(SEVERAL[name](False), world=two, shard=False)))
+        next(iter(wrap(SEVERAL[name](False), world=midepoch.World(1, 2))))  # the first rank says it for all
+
+
+class DrawsSeldom(Counting):
+    """Draws for some numbers only."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.place < self.size:
+            self.place += 1
+            number = self.place - 1
+            yield torch.tensor([number, random.random() if number > 9 and number % 2 else 0.5])
+        self.place = 0
+
+
+class WithoutState(IterableDataset[Any]):
+    """Draws for some numbers only. It has no state, so torchdata reads it again to its place."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(20):
+            yield [number, random.random() if number % 10 > 6 else 0.0]
+
+
+class EndsOnceMore(IterableDataset[Any]):
+    """From the state of its end it gives an empty pass, as torchdata's tests have it. It may draw for one number."""
+
+    def __init__(self, draws_at: int = 0) -> None:
+        self.given, self.resumes, self.draws_at = 0, False, draws_at
+
+    def __iter__(self) -> Iterator[Any]:
+        self.given = self.given if self.resumes else 0
+        self.resumes = False
+        while self.given < 10:
+            self.given += 1
+            yield self.given + (random.random() if self.given == self.draws_at else 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given, self.resumes = state["given"], True
+
+
+class Blocks:
+    """A sampler that shuffles blocks of five indices when it reaches them, but not the first one."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        for start in range(0, 20, 5):
+            yield from (start + number for number in (torch.randperm(5).tolist() if start else range(5)))
+
+
+class AtOnce:
+    """A sampler that draws its order when it is asked for an iterator, from a generator of its own."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.numbers, self.generator = np.random.default_rng(3), torch.Generator().manual_seed(3)
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        if self.kind == "numpy":
+            return iter(self.numbers.permutation(20).tolist())
+        return iter(torch.randperm(20, generator=self.generator if self.kind == "torch" else None).tolist())
+
+
+class NotesItsGenerator(IterableDataset[int]):
+    """Its state tells where its generator stood when the epoch began, which it notes when it is first read."""
+
+    def __init__(self) -> None:
+        self.generator, self.position, self.loaded = np.random.default_rng(5), 0, False
+        self.began: Any = self.generator.bit_generator.state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"began": self.began, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.bit_generator.state = state["began"]
+        self.position, self.loaded = state["position"], True
+
+    def __iter__(self) -> Iterator[int]:
+        self.position, self.loaded = self.position if self.loaded else 0, False
+        self.began = self.generator.bit_generator.state
+        order = self.generator.permutation(9).tolist()
+        while self.position < 9:
+            self.position += 1
+            yield order[self.position - 1]
+
+
+class LongerEachEpoch:
+    """Batches of two, more of them in each epoch that it is told of."""
+
+    def __init__(self) -> None:
+        self.epoch = self.position = 0
+        self.loaded = False
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 4 + 2 * self.epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        self.position, self.loaded = self.position if self.loaded else 0, False
+        while self.position < len(self):
+            self.position += 1
+            yield [self.epoch, self.position]
+
+
+class LongerStream(LongerEachEpoch, IterableDataset[Any]):
+    """The same, with a state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.position, self.loaded = state["epoch"], state["position"], True
+
+
+class Echo(Dataset[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+
+
+
+class Hardest:
+    """A sampler that gives the sample with the highest loss, as the training loop has told it so far."""
+
+    def __init__(self) -> None:
+        self.losses, self.given = [float(8 - number) for number in range(8)], 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        while self.given < 8:
+            self.given += 1
+            yield self.losses.index(max(self.losses))
+        self.given = 0
+
+
+class HardestWithAState(Hardest):
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self.losses), "given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses, self.given = list(state["losses"]), state["given"]
+
+
+# --- every place ------------------------------------------------------------------------------------------------------
+
+
+def of_sampler(form: str, make: Callable[[], Any]) -> Any:
+    """A sampler in one of the ways in which it may be read."""
+    import torchdata.nodes as parts
+
+    sampler = make()
+    if form == "nodes":
+        return parts.Loader(parts.Batcher(parts.SamplerWrapper(sampler), 2))
+    if form == "in batches":
+        return StatefulDataLoader(range(20), batch_sampler=torch.utils.data.BatchSampler(sampler, 2, False))
+    return StatefulDataLoader(range(20), None if form == "one by one" else 2, sampler=sampler)
+
+
+class KeepsWhatItLoads(Counting):
+    """Says its state, and takes it over, without a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"place": 0}
+
+    def __iter__(self) -> Iterator[int]:
+        while self.state["place"] < self.size:
+            self.state["place"] += 1
+            yield self.state["place"]
+        self.state["place"] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "that draws within an epoch": Blocks,
+    **{f"that draws at once, {kind}": functools.partial(AtOnce, kind) for kind in ("numpy", "torch", "global")},
+    "that is told the epoch": lambda: DistributedSampler(own.Drawing(20), 1, 0, seed=3),
+}
+TOLD_THE_EPOCH: dict[str, Callable[[], Any]] = {
+    "told the epoch": IsTold,
+    "told the epoch, DataLoader": lambda: DataLoader(IsTold(), 2),
+    "told the epoch, DataLoader, a worker": lambda: DataLoader(IsTold(), 2, num_workers=1),
+    "told the epoch, StatefulDataLoader": lambda: StatefulDataLoader(IsTold(), 2),
+    "told the epoch, StatefulDataLoader, workers": lambda: StatefulDataLoader(IsTold(), 2, num_workers=1),
+    "rows, DataLoader, replayed": lambda: replayed_rows(0),
+    "rows, DataLoader, a worker, replayed": lambda: replayed_rows(1),
+}
+LONGER: dict[str, Callable[[], Any]] = {
+    "longer, batch sampler": lambda: StatefulDataLoader(list(range(99)), batch_sampler=LongerEachEpoch()),
+    "longer, batch sampler, StatefulDataLoader, workers": lambda: StatefulDataLoader(
+        range(99), batch_sampler=LongerEachEpoch(), num_workers=1
+    ),
+    "longer, sampler": lambda: StatefulDataLoader(Echo(), 1, sampler=LongerEachEpoch()),
+    "longer, StatefulDataLoader of a stream": lambda: StatefulDataLoader(LongerStream(), 2),
+    "longer, DataLoader of a stream": lambda: DataLoader(LongerStream(), 2),
+    "longer, by itself": LongerStream,
+}
+PLACES: dict[str, Callable[[], Any]] = {
+    **{name: functools.partial(lambda name: made(name)(), name) for name in own.WRAPPED},
+    **own.EXACT,
+    **{f"sampler {name}, {form}": functools.partial(of_sampler, form, make)
+       for name, make in SAMPLERS.items() for form in ("by itself", "one by one", "in batches", "nodes")},
+    **TOLD_THE_EPOCH,
+    **LONGER,
+    "rows with a buffer, StatefulDataLoader, workers": lambda: own.rows_inside(buffer=True, num_workers=2),
+    "samples that draw, StatefulDataLoader": lambda: StatefulDataLoader(sources.Noisy(14), 3, shuffle=True),
+    "kept worker, StatefulDataLoader, workers": lambda: StatefulDataLoader(
+        range(8), 2, shuffle=True, num_workers=1, persistent_workers=True
+    ),
+    "a stream without a state, StatefulDataLoader": lambda: StatefulDataLoader(Drawing(), 4),
+    "a stream that keeps its place, StatefulDataLoader": lambda: StatefulDataLoader(Walking(), 4),
+    "a stream without a state that draws seldom, StatefulDataLoader": lambda: StatefulDataLoader(
+        WithoutState(), 2, collate_fn=list
+    ),
+    "a stream that draws seldom, StatefulDataLoader": lambda: StatefulDataLoader(DrawsSeldom(), 2),
+    "a stream that draws seldom, DataLoader": lambda: DataLoader(DrawsSeldom(), 2),
+    "a stream that has a state while it is read, DataLoader": lambda: DataLoader(SaysItWhileItIsRead(), 4),
+    "keeps its generator": NotesItsGenerator,
+    "a stream that keeps its generator, StatefulDataLoader": lambda: StatefulDataLoader(NotesItsGenerator(), 3),
+    "a stream that keeps its generator, StatefulDataLoader, workers": lambda: StatefulDataLoader(
+        NotesItsGenerator(), 3, num_workers=2
+    ),
+    "a stream, DataLoader": lambda: counting(0),
+    "a stream, DataLoader, one by one": lambda: counting(0, batch_size=None),
+    "a stream, DataLoader, a worker": lambda: counting(1),
+    "a stream with a large state, DataLoader, two workers": lambda: counting(2, held=9000),
+    "ends once more": EndsOnceMore,
+    "ends once more, DataLoader": lambda: DataLoader(EndsOnceMore(), 4),
+    "ends once more, DataLoader of whole batches": lambda: DataLoader(EndsOnceMore(), 5),
+    "ends once more, DataLoader, a worker": lambda: DataLoader(EndsOnceMore(), 4, num_workers=1),
+    "ends once more, and draws late, DataLoader": lambda: DataLoader(EndsOnceMore(7), 2),
+}
+BELIEVED_PLACES = r".*(nodes|StatefulDataLoader, workers)|Grain DataLoader"
+
+
+DIES: dict[str, Callable[[], Any]] = {
+    "without a state": lambda: StatefulDataLoader(Drawing(), 2),
+    "without a state, a worker": lambda: StatefulDataLoader(Drawing(), 2, num_workers=1),
+    "a chain without a state": lambda: StatefulDataLoader(torch.utils.data.ChainDataset([Drawing(), Drawing()]), 2),
+    "torchdata.nodes": own.few_nodes,
+    "torchdata.nodes, without streams": lambda: wrap(own.few_nodes(), randomness="none"),
+    "right by itself": own.Stream,
+}
+
+
+@pytest.mark.parametrize("name", DIES)
+def test_a_job_that_dies_after_each_batch_loses_nothing(name: str) -> None:
+    read: Callable[[Any], Any] = own.identify if "worker" in name else digest  # a worker's numbers are not promised
+    with wrapped(DIES[name]) as loader:
+        epochs = [list(map(read, loader)) for _ in range(2)]
+    whole, got, state = [*epochs[0], *epochs[1]], list[Any](), None
+    while len(got) < len(whole):
+        with wrapped(DIES[name]) as resumed:
+            if state is not None:
+                resumed.load_state_dict(state)
+            batches = iter(resumed)
+            got.append(read(next(batches)))
+            if len(got) == len(epochs[0]):
+                assert next(batches, None) is None  # it is told that the epoch has ended
+            state = resumed.state_dict()
+    assert got == whole
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.filterwarnings("error::midepoch.MidepochWarning", "ignore:.*is read again from its start")
+def test_every_place_of_two_epochs_is_continued_from(name: str) -> None:
+    """Without a word: what is promised is so."""
+    slow = "worker" in name or "prefetched" in name or "threads" in name
+    given, promised = every_place(PLACES[name], (1, 3, 4) if slow else ())
+    assert len(set(given)) > 1
+    order = promised.exact_order
+    assert order and ("read again" in order.reason or order.believed == bool(re.match(BELIEVED_PLACES, name))), order
+
+
+@pytest.mark.parametrize("name", TOLD_THE_EPOCH)
+def test_a_source_is_told_the_epoch(name: str) -> None:
+    with wrapped(TOLD_THE_EPOCH[name]) as loader:
+        epochs = [taken(loader) for _ in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    with wrapped(TOLD_THE_EPOCH[name]) as fresh:
+        fresh.set_epoch(2)
+        assert taken(fresh) == epochs[2]
+
+
+@pytest.mark.parametrize("name", LONGER)
+def test_an_epoch_has_the_length_that_follows_from_its_number(name: str) -> None:
+    loader, lengths = wrapped(LONGER[name]), [0]
+    for _ in range(3):
+        lengths.append(len(list(loader)))
+        assert len(loader) == lengths[-1] > lengths[-2]  # as the source says now
+        with pytest.raises(TypeError, match="no length"):
+            _ = loader.batches_left
+
+
+USED: dict[str, Callable[[], Any]] = {
+    **{name: own.EXACT[name] for name in ("StatefulDataLoader of a stream", "torchdata.nodes", "right by itself")},
+    "keeps what it loads": KeepsWhatItLoads,
+    "keeps what it loads, DataLoader": lambda: DataLoader(KeepsWhatItLoads(), 3),
+}
+
+
+@pytest.mark.parametrize("name", USED)
+def test_a_used_source_goes_back_to_its_very_beginning_again_and_again(name: str) -> None:
+    loader = wrapped(USED[name])
+    beginning = loader.state_dict()
+    whole = [digest(batch) for _ in range(2) for batch in loader]
+    for _ in range(2):
+        loader.load_state_dict(beginning)
+        assert [digest(batch) for _ in range(2) for batch in loader] == whole
+    resumed = wrapped(USED[name])
+    resumed.load_state_dict(sources.heads(lambda: wrapped(USED[name]), 1)[1])
+    next(iter(resumed))
+    resumed.load_state_dict(beginning)
+    if name in ("torchdata.nodes", "keeps what it loads, DataLoader"):  # no copy of these says its first state
+        with pytest.raises(StateError, match=r"no state for its very beginning.* has not been read"):
+            next(iter(resumed))
+    else:
+        assert [digest(batch) for _ in range(2) for batch in resumed] == whole
+
+
+# --- what a sampler follows ---
+
+
+def test_a_sampler_that_follows_the_training_needs_a_state_of_its_own() -> None:
+    def trained(kind: type[Hardest], state: Any = None, **options: Any) -> tuple[list[int], list[Any], Loader]:
+        sampler: Any = kind()
+        loader = wrap(StatefulDataLoader(range(8), 1, sampler=sampler), seed=1, **options)
+        if state is not None:
+            loader.load_state_dict(state)
+        given, states = [], []
+        for batch in loader:
+            given.append(int(batch))
+            sampler.losses[given[-1]] -= 2.5
+            states.append(loader.state_dict())
+        return given, states, loader
+
+    whole, states, loader = trained(HardestWithAState)
+    assert whole == [0, 1, 2, 0, 3, 1, 4, 2] and "Hardest" not in loader.capabilities.exact_order.reason
+    assert trained(HardestWithAState, states[2])[0] == whole[3:]
+    at_once, _, loader = trained(Hardest)
+    assert at_once == [0] * 8
+    assert "Hardest gives its whole order when an epoch begins" in loader.capabilities.exact_order.reason
+    assert trained(Hardest, randomness="none")[0] == whole
+
+
+class BeginsAnew(Counting):
+    """Its own iterator, which begins anew if it is asked behind its end."""
+
+    def __iter__(self) -> BeginsAnew:
+        return self
+
+    def __next__(self) -> int:
+        if self.place == self.size:
+            self.place = 0
+            raise StopIteration
+        self.place += 1
+        return self.place - 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_begins_anew_behind_its_end_is_not_asked_again(workers: int) -> None:
+    with counting(workers, BeginsAnew) as loader:
+        assert [len(list(itertools.islice(loader, 20))) for _ in range(2)] == [7, 7]  # the last one is not full
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_whose_ranks_nobody_knew_when_it_was_wrapped_is_refused_when_it_is_read(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = counting(workers)
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"read by 2 ranks: pass shard=False .*shard=True"):
+        next(iter(loader))
+
+
+# --- what a batch costs ---
+
+
+class _Numbers(Dataset[int]):
+    """Draws nothing."""
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+STEADY: dict[str, Callable[[], Any]] = {
+    "an object": lambda: own.Stream(300),
+    "Hugging Face IterableDataset": lambda: own.datasets_stream(size=900),
+    "Grain DataLoader": lambda: own.grain_loader(size=900),
+    "Grain IterDataset": lambda: own.grain_dataset(size=900),
+    "Grain ElasticIterator": lambda: own.grain_elastic(size=1800),
+    "LitData StreamingDataLoader": lambda: own.litdata_loader(size=900),
+}
+SEEDED: dict[str, Callable[[], Any]] = {
+    "torchdata.nodes Loader": own.many_nodes,
+    "StatefulDataLoader": lambda: StatefulDataLoader(_Numbers(), 4),
+    "StatefulDataLoader of a stream": lambda: StatefulDataLoader(own.StreamDataset(own.Stream(300)), None),
+    "DataLoader of a stream": lambda: DataLoader(own.StreamDataset(own.Stream(300)), None, collate_fn=own.same),
+}
+"""Their batches have streams of their own, under which each is read."""
+
+
+@pytest.mark.parametrize("name", STEADY | SEEDED)
+def test_a_batch_takes_few_calls(name: str) -> None:
+    """What is promised is measured by benchmarks/own_states.py. Counts do not depend on the load."""
+    package = name.split()[0].lower().replace("hugging", "datasets")
+    if package in ("datasets", "grain", "litdata"):
+        made({"datasets": "Hugging Face IterableDataset", "grain": "Grain DataLoader"}.get(package, name))
+    batches = iter(wrap((STEADY | SEEDED)[name](), seed=1))
+    for _ in range(10):
+        next(batches)
+    ours, counted = str(Path(midepoch.__file__).parent), Counter[str]()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_call") and frame.f_code.co_filename.startswith(ours):
+            counted[frame.f_code.co_name if event == "call" else f"C {argument.__name__}"] += 1
+
+    sys.setprofile(note)
+    for _ in range(100):
+        next(batches)
+    sys.setprofile(None)
+    theirs = ("C next", "_batches", "next")  # calls of the source
+    steady = {called: count / 100 for called, count in counted.items() if called not in theirs}
+    assert steady["take"] == 1
+    if name in SEEDED:  # numpy's calls of C are not counted
+        assert steady["start"] == steady["C manual_seed"] == 1 and sum(steady.values()) <= 26
+    else:
+        assert sum(steady.values()) <= 3, steady
+
+
+# --- grain's own test of checkpoints ---
+
+
+class _Iterating:
+    """An iterator with grain's two methods over a wrapped loader."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self.batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.batches)
+
+    def get_state(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+
+class _Iterated:
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __iter__(self) -> _Iterating:
+        return _Iterating(wrap(self.source()))
+
+
+GRAINS: dict[str, Callable[[], Any]] = {
+    "by index": lambda: DataLoader(own.Drawing(own.SIZE), own.BATCH, shuffle=True, collate_fn=np.stack),
+    "replayed": lambda: lambda: map(np.float64, range(5)),
+    "its own state": own.grain_dataset,
+}
+
+
+@pytest.mark.parametrize("name", GRAINS)
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_grains_own_test_of_checkpoints_passes(name: str) -> None:
+    pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
+    from grain._src.python.testing.experimental import assert_equal_output_after_checkpoint
+
+    assert_equal_output_after_checkpoint(_Iterated(GRAINS[name]))
+
+
+# --- states that draw -------------------------------------------------------------------------------------------------
+
+
+class Rereading(IterableDataset[Any]):
+    """Gives 24 samples in pairs, from a buffer of which its state says the indices alone: a load reads them again.
+
+    `always`: the buffer is never empty, so that the first state shows it.
+    """
+
+    def __init__(self, always: bool) -> None:
+        self.at, self.held, self.loaded, self.always = 0, list[Any](), False, always
+
+    def read(self, index: int) -> Any:
+        return torch.tensor([float(index), float(torch.rand(()))])
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.loaded:
+            self.at, self.held = 0, []
+        self.loaded = False
+        while self.at < 24 or self.held:
+            enough = 3 if self.always or self.at >= 8 else 2
+            while self.at < 24 and len(self.held) < enough:
+                self.held.append(self.read(self.at))
+                self.at += 1
+            given, self.held = self.held[:2], self.held[2:]
+            yield torch.stack(given)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "held": [int(each[0]) for each in self.held]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.held, self.loaded = state["at"], [self.read(index) for index in state["held"]], True
+
+
+def rereading(always: bool) -> Loader:
+    source: Any = DataLoader(Rereading(always), batch_size=None)
+    return midepoch.wrap(source, seed=0)
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_a_load_that_draws_is_said_and_moves_nobody(always: bool) -> None:
+    """By the trial, before the first save, where the first state shows it; otherwise at the resume."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loader = rereading(always)
+        batches = iter(loader)
+        for _ in range(6):
+            next(batches)
+        state = loader.state_dict()
+    assert any("load_state_dict of this Rereading draws random numbers" in str(each.message) for each in told) == always
+    assert bool(loader.capabilities.exact_augmentations) != always
+    again = rereading(always)
+    again.load_state_dict(state)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with pytest.warns(midepoch.MidepochWarning, match=r"put the samples themselves into the state"):
+        first = next(iter(again))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not again.capabilities.exact_augmentations
+    assert again.capabilities.exact_order
+    assert first[:, 0].tolist() == next(batches)[:, 0].tolist()
+    other = rereading(always)
+    other.load_state_dict(state)
+    torch.manual_seed(4)  # what it draws follows from the state alone
+    with pytest.warns(midepoch.MidepochWarning):
+        assert torch.equal(next(iter(other)), first)

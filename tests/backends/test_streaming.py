@@ -1,0 +1,1012 @@
+"""mosaicml-streaming: counted by us, its traps mended, elastic as it is itself."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import cpu_torchvision  # noqa: F401
+import pytest
+
+from support.places import ROOT, TESTS
+
+pytest.importorskip("streaming", reason="mosaicml-streaming is not installed (pip install midepoch[streaming])")
+
+import numpy as np
+import streaming.base.format
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from streaming import MDSWriter, Stream, StreamingDataLoader, StreamingDataset
+from streaming.base.format.mds import encodings
+from streaming.base.format.mds.reader import MDSReader
+from streaming.base.partition import get_partitions
+from streaming.base.util import retry
+from streaming.base.world import World
+from torch.utils.data import DataLoader, get_worker_info
+
+import midepoch
+from midepoch import (
+    MidepochError,
+    SourceError,
+    StateCorruptError,
+    StateError,
+    StateMismatchError,
+    UnsupportedSourceError,
+    wrap,
+)
+from midepoch.adapters.streaming.adapter import _KeyedPass
+from midepoch.loader.loader import Loader
+from midepoch.state.witness import LONGEST
+from midepoch.testing import ResumableTests
+from support import forking, witness_sources
+from support import streaming_sources as sources
+from support.sources import flat
+
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_open() -> Iterator[None]:
+    yield
+    sources.let_go()
+
+
+def make(**options: Any) -> Loader:
+    return wrap(sources.bare(**options))
+
+
+def taken(loader: Loader, count: int | None = None) -> list[list[int]]:
+    return sources.numbers(list(itertools.islice(iter(loader), count)))
+
+
+def resumed(state: dict[str, Any], **options: Any) -> Loader:
+    loader = make(**options)
+    loader.load_state_dict(json.loads(json.dumps(state)))
+    return loader
+
+
+@pytest.mark.parametrize(
+    ("drop_last", "num_workers"),
+    [(False, 0), (True, 2), *(pytest.param(*each, marks=pytest.mark.long) for each in ((False, 2), (True, 0)))],
+)
+def test_every_place_of_two_epochs_is_gone_on_from(num_workers: int, drop_last: bool) -> None:
+    with make(num_workers=num_workers, drop_last=drop_last) as loader:
+        length = len(loader)
+        epochs = [taken(loader) for _ in range(3)]
+    whole = flat(epochs)
+    assert [len(epoch) for epoch in epochs] == [length] * 3
+    if not drop_last:
+        assert sorted(flat(epochs[1])) == list(range(sources.SIZE))
+    assert epochs[0] != epochs[1]
+    with make(num_workers=num_workers, drop_last=drop_last) as loader:
+        states = [loader.state_dict()]
+        for _ in range(2):
+            for _batch in loader:
+                states.append(loader.state_dict())
+    for cut, state in enumerate(states):
+        with resumed(state, num_workers=2 - num_workers, drop_last=drop_last) as loader:
+            assert loader.state_dict() == state
+            rest = taken(loader) + taken(loader)
+            compared = min(len(rest), len(whole) - cut)
+            assert rest[:compared] == whole[cut : cut + compared]
+            assert compared > 0
+
+
+def test_the_bare_loader_s_order_is_kept() -> None:
+    bare, loader = sources.bare(), make()
+    for _ in range(2):
+        assert taken(loader) == sources.numbers(list(bare))
+
+
+def test_states_are_loaded_in_a_live_process() -> None:
+    """By itself Streaming ignores a state of the epoch that runs, or of an earlier one."""
+    loader = make()
+    first, second = taken(loader), taken(loader, 2)
+    at = loader.state_dict()
+    rest_of_second = taken(resumed(at))
+    third = taken(loader, 1)
+    loader.load_state_dict(at)
+    assert taken(loader) == rest_of_second
+    again = make()
+    head = taken(again, 2)
+    early = again.state_dict()
+    taken(again), taken(again)
+    again.load_state_dict(early)
+    assert head + taken(again) == first
+    assert taken(again, 2) == second
+    assert third not in (first[:1], second[:1])
+
+
+def test_a_batch_size_is_not_guessed() -> None:
+    """The first field of a sample is a text, whose length Streaming would take for the batch's."""
+    bare = sources.bare(batch_size=5)
+    iterator = iter(bare)
+    next(iterator)
+    loader = make(batch_size=5)
+    taken(loader, 1)
+    assert loader.position == 5
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["per_stream", *(pytest.param(each, marks=pytest.mark.long) for each in ("stratified", "device_per_stream"))],
+)
+def test_other_ways_to_make_batches_are_counted_too(method: str) -> None:
+    options = {"batching_method": method, "size": 15}
+    whole = taken(make(**options))
+    loader = make(**options)
+    assert len(loader) == len(loader.source)  # as the source says: only partitioning the epoch tells
+    for cut in range(1, len(whole)):
+        taken_before = make(**options)
+        assert taken(taken_before, cut) == whole[:cut]
+        assert taken(resumed(taken_before.state_dict(), **options)) == whole[cut:]
+        with pytest.raises(StateMismatchError, match=f"global batch size differs.*{method}.*needs the same"):
+            resumed(taken_before.state_dict(), batch_size=4, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"size": 15}, "samples"),
+        ({"epoch_size": 12}, "samples"),
+        ({"shuffle_algo": "py1s"}, "shuffle"),
+        ({"shuffle": False}, "shuffle"),
+        ({"shuffle_block_size": 4}, "shuffle"),
+        ({"sampling_method": "fixed"}, "sampling"),
+        ({"partition_algo": "orig"}, "partition"),
+        ({"batching_method": "stratified"}, "batching"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(change: dict[str, Any], told: str) -> None:
+    loader = make()
+    taken(loader, 2)
+    state = loader.state_dict()
+    other = make(**change)
+    before = other.state_dict()
+    with pytest.raises(StateMismatchError, match=told):
+        other.load_state_dict(state)
+    assert other.state_dict() == before
+    with pytest.raises(StateMismatchError, match="the seed"):
+        wrap(sources.bare(), seed=sources.SEED + 1).load_state_dict(state)
+
+
+def test_another_seed_of_the_dataset_gives_way_to_the_state_s() -> None:
+    loader = make()
+    head = taken(loader, 2)
+    fresh = resumed(loader.state_dict(), seed=99)
+    assert head + taken(fresh) == taken(make())
+    assert taken(fresh) == [*taken(loader)]
+
+
+@pytest.mark.parametrize("detail", ["", "canonical=1", "canonical=0;nodes=1;batch=3", "canonical=-1;nodes=1;batch=3",
+                                    "canonical=1;nodes=1;batch=" + "9" * 13, "x" * 1000])  # fmt: skip
+def test_nonsense_that_was_resealed_is_refused(detail: str) -> None:
+    loader = make()
+    taken(loader, 1)
+    state = midepoch.reseal({**loader.state_dict(), "detail": detail})
+    with pytest.raises((StateCorruptError, StateError)):
+        make().load_state_dict(state)
+
+
+def test_what_cannot_be_wrapped_says_what_can() -> None:
+    dataset = sources.bare().dataset
+    with pytest.raises(UnsupportedSourceError, match="StreamingDataLoader"):
+        wrap(dataset)
+    with pytest.raises(UnsupportedSourceError, match="batch_size"):
+        wrap(DataLoader(dataset, batch_size=5))
+    with pytest.raises(UnsupportedSourceError, match="shard"):
+        wrap(sources.bare(), shard=True)
+    with pytest.raises(UnsupportedSourceError, match="tail"):
+        wrap(sources.bare(), tail="drop")
+    with pytest.raises(MidepochError, match="rank 0 of 1"):
+        next(iter(wrap(sources.bare(), world=midepoch.World(0, 2))))
+
+    class Own(DataLoader):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return super().__iter__()
+
+    with pytest.raises(UnsupportedSourceError, match="its own way to iterate"):
+        wrap(Own(dataset, batch_size=sources.BATCH))
+
+
+def test_a_plain_loader_over_a_streaming_dataset_works_too() -> None:
+    loader = wrap(DataLoader(sources.bare().dataset, batch_size=sources.BATCH))
+    head = taken(loader, 2)
+    assert head + taken(resumed(loader.state_dict())) == taken(make())
+
+
+DRAWS: dict[str, dict[str, Any]] = {
+    "samples": {"kind": sources.Drawing},
+    "samples, below": {"kind": sources.DrawingLower},
+    "batches": {"loading": {"collate_fn": sources.mix}},
+    "both": {"kind": sources.Drawing, "loading": {"collate_fn": sources.mix}},
+    "batches made in another way": {"kind": sources.Drawing, "batching_method": "per_stream", "size": 15},
+}
+
+
+def drawn(loader: Loader, count: int | None = None) -> list[dict[str, list[Any]]]:
+    return [sources.drawn(batch) for batch in itertools.islice(iter(loader), count)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    # The long ones draw in two of the places in which the others draw.
+    [
+        pytest.param(each, id=name, marks=pytest.mark.long if name in ("samples, below", "both") else ())
+        for name, each in DRAWS.items()
+    ],
+)
+def test_what_is_drawn_comes_again_on_any_number_of_workers(options: dict[str, Any]) -> None:
+    with make(**options) as loader:
+        assert loader.capabilities.exact_augmentations
+        epochs = [drawn(loader) for _ in range(2)]
+    values = [str(batch[name]) for batch in flat(epochs) for name in ("drawn", "mixed") if name in batch]
+    assert len(set(values)) == len(values)
+    for cut, (before, after) in enumerate([(0, 2), (2, 1), (2, 0)], start=1):
+        with make(num_workers=before, **options) as loader:
+            assert drawn(loader, cut) == epochs[0][:cut]
+            state = loader.state_dict()
+        with resumed(state, num_workers=after, **options) as loader:
+            assert [drawn(loader), drawn(loader)] == [epochs[0][cut:], epochs[1]]
+
+
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.long), 2])
+def test_another_batch_size_goes_on_with_the_same_samples(workers: int) -> None:
+    def samples(batches: list[dict[str, list[Any]]]) -> list[tuple[int, list[float]]]:
+        return [pair for batch in batches for pair in zip(batch["number"], batch["drawn"], strict=True)]
+
+    whole = samples(drawn(make(kind=sources.Drawing)))
+    for cut, batch_size in ((1, 4), (2, 1), (4, 5)):
+        loader = make(kind=sources.Drawing)
+        head = drawn(loader, cut)
+        with resumed(loader.state_dict(), kind=sources.Drawing, batch_size=batch_size, num_workers=workers) as loader:
+            assert loader.batches_left == -(-(sources.SIZE - cut * sources.BATCH) // batch_size)
+            assert samples(head + drawn(loader)) == whole
+            state = loader.state_dict()
+        with resumed(state, kind=sources.Drawing) as loader:
+            assert loader.epoch == 1 and samples(drawn(loader)) != whole
+
+
+@given(
+    canonical=st.sampled_from([1, 2, 4, 12]),
+    nodes=st.sampled_from([1, 2, 4]),
+    ranks_per_node=st.integers(1, 3),
+    workers=st.integers(1, 3),
+    batch_size=st.integers(1, 4),
+    size=st.integers(13, 90),
+    data=st.data(),
+)
+def test_samples_are_dealt_one_by_one_to_nodes_then_to_ranks(
+    canonical: int, nodes: int, ranks_per_node: int, workers: int, batch_size: int, size: int, data: st.DataObject
+) -> None:
+    """Streaming's own plan, of any number of nodes that may go on with a state."""
+    each = -(-size // canonical)
+    each += -each % max(1, nodes // canonical)
+    # Streaming refuses to begin in what fills up the sequence.
+    behind = data.draw(st.integers(0, size // nodes)) * nodes
+    sequence = get_partitions("relaxed", size, canonical, 1, 1, 1, 1).flatten()
+    if canonical < nodes:  # which pads it by another number of samples
+        sequence = get_partitions("relaxed", size, canonical, nodes, 1, 1, 1).transpose(3, 2, 0, 1, 4).flatten()
+    plan = get_partitions("relaxed", size, canonical, nodes, ranks_per_node, workers, batch_size, behind, nodes)
+    draws: Any = _KeyedPass(SimpleNamespace(batch_size=batch_size, shuffle_seed=0, batching_method="random"), None)
+    found: dict[int, int] = {}
+    for worker in range(nodes * ranks_per_node * workers):
+        world = World(nodes, ranks_per_node, workers, worker)
+        draws.stand(0, behind, world)
+        mine = plan[world.node, world.rank_of_node, world.worker_of_rank].flatten()
+        found |= {draws.words(index, number)[0]: number for index, number in enumerate(mine.tolist()) if number != -1}
+    assert list(sequence[behind:]) == [found[position] for position in range(behind, len(sequence))]
+    assert len(found) - (len(sequence) - behind) < nodes * ranks_per_node  # no more than to fill up a turn
+
+
+@pytest.mark.long  # each of them imports torch and Streaming
+def test_workers_that_are_spawned_draw_the_same() -> None:
+    with make(**DRAWS["both"]) as loader:
+        whole = drawn(loader)
+    loading = {"collate_fn": sources.mix, "multiprocessing_context": "spawn"}
+    with make(kind=sources.Drawing, num_workers=1, loading=loading) as loader:
+        loader.seek(position=sources.BATCH)
+        assert drawn(loader) == whole[1:]
+
+
+def test_workers_that_persist_know_of_the_next_epoch() -> None:
+    with make(kind=sources.Drawing) as loader:
+        epochs = [drawn(loader) for _ in range(3)]
+    loading = {"persistent_workers": True, "collate_fn": sources.mix}
+    source = sources.bare(kind=sources.Drawing, num_workers=2, loading=loading)
+    next(iter(source))  # workers of the loader as it was before
+    with wrap(source) as loader:
+        for epoch in range(3):
+            loader.seek(epoch=epoch)
+            got = drawn(loader)
+            assert [batch["drawn"] for batch in got] == [batch["drawn"] for batch in epochs[epoch]]
+        assert source.collate_fn is sources.mix
+    with make(kind=sources.Drawing, loading={"collate_fn": sources.mix}) as loader:
+        loader.seek(epoch=2)
+        assert drawn(loader) == got
+
+
+def test_a_place_that_the_nodes_do_not_divide_is_refused() -> None:
+    source = sources.bare()
+    with wrap(source, seed=sources.SEED) as loader:
+        loader.seek(position=3)
+        state = loader.state_dict()
+        source.dataset._parallel_rank_world = World(2, 1, 1, 0)
+        refused = r"would repeat 1 of them on 2 nodes.*multiple of 2"
+        with pytest.raises(StateMismatchError, match=refused):
+            loader.load_state_dict(state)
+        with pytest.raises(StateMismatchError, match=refused):
+            loader.seek(position=5)
+        assert loader.position == 3
+        loader.seek(position=4)
+        assert loader.position == 4
+
+
+@pytest.mark.parametrize("method", ["stratified", "per_stream", "device_per_stream"])
+def test_a_place_within_a_batch_is_refused_where_batches_are_made_whole(method: str) -> None:
+    with wrap(sources.bare(batching_method=method), seed=sources.SEED) as loader:
+        with pytest.raises(StateMismatchError, match=r"would repeat 1 of them.*multiple of the 3 samples"):
+            loader.seek(position=4)
+        loader.seek(position=3)
+        assert loader.position == 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_among_samples_that_only_fill_up_it_goes_on_too(num_workers: int) -> None:
+    """Streaming itself cannot begin there."""
+    options = {"size": 14, "num_canonical_nodes": 12, "kind": sources.Drawing}  # 24 in all
+    with make(**options) as loader:
+        whole, later = drawn(loader), drawn(loader)
+    assert [len(batch["number"]) for batch in whole] == [3] * 8
+    for cut in (5, 6, 7):
+        with make(num_workers=num_workers, **options) as loader:
+            loader.seek(position=cut * sources.BATCH)
+            assert [drawn(loader), drawn(loader)] == [whole[cut:], later]
+    with make(**options) as loader:
+        drawn(loader, 6)
+        state = loader.state_dict()
+    with resumed(state, num_workers=num_workers, batch_size=2, **options) as loader:
+        rest = drawn(loader)
+    assert [each for batch in rest for each in batch["drawn"]] == [
+        each for batch in whole[6:] for each in batch["drawn"]
+    ]
+
+
+def test_a_place_among_samples_that_only_fill_up_is_refused_where_the_epoch_has_no_whole_step_before() -> None:
+    with wrap(sources.bare(size=14, num_canonical_nodes=12, batch_size=20), seed=sources.SEED) as loader:
+        with pytest.raises(StateMismatchError, match=r"from 14 on only fill.*seek\(epoch=1\)"):
+            loader.seek(position=15)
+        loader.seek(position=24)
+        assert loader.position == 24
+
+
+class Held(Stream):  # type: ignore[misc]
+    """Has a generator."""
+
+    def __init__(self, local: str) -> None:
+        super().__init__(local=local)
+        self.generator = random.Random()
+
+
+class OfStreams(StreamingDataset):  # type: ignore[misc]
+    """Draws from its stream's generator."""
+
+    def __getitem__(self, at: Any) -> Any:
+        return {**super().__getitem__(at), "drawn": self.streams[0].generator.random()}
+
+
+def by_streams() -> StreamingDataLoader:
+    streams = [Held(sources.a_copy(sources.SIZE))]
+    with sources.one_at_a_time():
+        dataset = OfStreams(streams=streams, batch_size=sources.BATCH, shuffle=True, shuffle_seed=sources.SEED)
+    return StreamingDataLoader(dataset, batch_size=sources.BATCH)
+
+
+def by_an_attribute() -> StreamingDataLoader:
+    loader = sources.bare()
+    read = loader.dataset.get_item
+    loader.dataset.get_item = lambda *arguments: {**read(*arguments), "drawn": random.random()}
+    return loader
+
+
+class Noisy(encodings.Int):  # type: ignore[misc]
+    """A column whose decoding draws."""
+
+    def decode(self, data: bytes) -> tuple[int, float]:
+        return super().decode(data), random.random()
+
+
+def by_a_format() -> StreamingDataLoader:
+    folder = sources.new_folder()
+    with MDSWriter(out=folder, columns={"both": "noisy"}, exist_ok=True) as writer:
+        for number in range(sources.SIZE):
+            writer.write({"both": number})
+    with sources.one_at_a_time():
+        dataset = StreamingDataset(local=folder, batch_size=sources.BATCH, shuffle=True)
+    return StreamingDataLoader(dataset, batch_size=sources.BATCH)
+
+
+class OfItsReader(MDSReader):  # type: ignore[misc]
+    """Owns a generator in each shard."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.generator = random.Random()
+
+    def decode_sample(self, data: bytes) -> dict[str, Any]:
+        return {**super().decode_sample(data), "drawn": self.generator.random()}
+
+
+REGISTERED: dict[Any, tuple[dict[str, type], str, type]] = {
+    by_a_format: (encodings._encodings, "noisy", Noisy),
+    sources.bare: (streaming.base.format._readers, "mds", OfItsReader),
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("make_source", [by_streams, by_an_attribute, *REGISTERED])
+def test_code_that_draws_is_found_where_it_hides(
+    make_source: Callable[[], StreamingDataLoader], num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if make_source in REGISTERED:
+        monkeypatch.setitem(*REGISTERED[make_source])
+    dataset = make_source().dataset
+
+    def draws(epoch: int, position: int) -> list[list[float]]:
+        source = StreamingDataLoader(dataset, batch_size=sources.BATCH, num_workers=num_workers)
+        with wrap(source, seed=sources.SEED) as loader:
+            assert loader.capabilities.exact_augmentations
+            loader.seek(epoch=epoch, position=position)
+            return [(batch["both"][1] if "both" in batch else batch["drawn"]).tolist() for batch in loader]
+
+    whole = draws(1, 0)
+    assert len(set(flat(whole))) == sources.SIZE
+    assert draws(1, 2 * sources.BATCH) == whole[2:]
+
+
+class TryingAgain(StreamingDataset):  # type: ignore[misc]
+    """Says of each sample whether a download that is tried again draws from Python's generator."""
+
+    def __getitem__(self, at: Any) -> Any:
+        tries = []
+
+        def download() -> str:
+            tries.append(1)
+            if len(tries) < 3:
+                raise OSError("not yet")
+            return "there"
+
+        before = random.getstate()
+        assert retry(num_attempts=3, initial_backoff=0, max_jitter=0.001)(download)() == "there" and len(tries) == 3
+        return {**super().__getitem__(at), "untouched": random.getstate() == before}
+
+
+@pytest.mark.parametrize(
+    ("workers", "loading"),
+    [(0, {}), (2, {}), pytest.param(1, {"multiprocessing_context": "spawn"}, marks=pytest.mark.long)],
+    ids=["here", "forked", "spawned"],
+)
+def test_a_download_that_is_tried_again_draws_nothing_of_a_samples(workers: int, loading: dict[str, Any]) -> None:
+    with wrap(sources.bare(8, 4, num_workers=workers, kind=TryingAgain, loading=loading)) as loader:
+        assert all(all(batch["untouched"]) for batch in loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_is_read_for_one_loader_at_a_time(num_workers: int) -> None:
+    """As Streaming has it: a second pass ends the first, which is said where that one is gone on with."""
+    source = sources.bare(num_workers=num_workers)
+    whole = taken(wrap(source))
+    loaders = [wrap(source), wrap(source)]
+    one, other = map(iter, loaders)
+    assert sources.numbers([next(one), next(other)]) == whole[:1] * 2
+    for batch in (1, 2):
+        for each in (one, other):
+            with pytest.raises(SourceError, match=r"another pass .* its own StreamingDataset; the next batch is"):
+                next(each)
+            assert sources.numbers([next(each)]) == whole[batch : batch + 1]
+    assert sources.numbers(list(other)) == whole[3:]
+    assert [(loader.epoch, loader.position) for loader in loaders] == [(0, 3 * sources.BATCH), (1, 0)]
+    with pytest.raises(SourceError, match="another pass"):
+        next(one)
+    assert sources.numbers([next(one)]) == whole[3:4]
+    next(iter(source))  # a pass that is not midepoch's
+    if not num_workers:
+        with pytest.raises(SourceError, match="another pass"):
+            next(one)
+
+
+def test_a_pass_by_hand_leaves_persistent_workers_alone() -> None:
+    source = sources.bare()
+    loader = wrap(StreamingDataLoader(source.dataset, batch_size=sources.BATCH, num_workers=1, persistent_workers=True))
+    whole, iterator = taken(make()), iter(loader)
+    done = sources.numbers([next(iterator)])
+    next(iter(loader.source))
+    assert done + sources.numbers(list(iterator)) == whole
+    loader.seek(epoch=0, position=sources.BATCH)
+    assert taken(loader) == whole[1:]
+
+
+@pytest.mark.parametrize(
+    ("method", "num_workers"),
+    [
+        ("random", 0), ("per_stream", 2),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in (("random", 2), ("per_stream", 0))),
+    ],
+)
+def test_a_pass_that_streaming_ends_without_a_word_is_no_end_of_an_epoch(method: str, num_workers: int) -> None:
+    """As it does where a thread that reads ahead fails; some methods leave nobody to know how many batches remain."""
+    source = sources.bare(batching_method=method, num_workers=num_workers)
+    loader, whole = wrap(source), taken(make(batching_method=method))
+    calls = itertools.count()
+
+    def fail(shard: int, blocking: bool = True) -> None:
+        if next(calls) == 3:
+            raise OSError("a connection that ended")
+
+    source.dataset.prepare_shard = fail
+    done: list[list[int]] = []
+    with pytest.raises(SourceError, match=r"one of Streaming's prefetching threads has failed"):
+        for batch in loader:
+            done += sources.numbers([batch])
+    assert len(done) < len(whole)
+    assert done == whole[: len(done)]
+    assert taken(resumed(loader.state_dict(), batching_method=method)) == whole[len(done) :]
+
+
+@pytest.mark.parametrize("then", ["close", "seek", "load", "again", "wrap", "go on"])
+def test_a_thread_of_streamings_that_failed_is_not_waited_for(then: str) -> None:
+    """It says nothing when it ends, for which Streaming would wait."""
+    source = sources.bare(predownload=2)
+    calls, loader = itertools.count(), wrap(source)
+
+    def fail(shard: int, blocking: bool = True) -> None:
+        if next(calls) == 4:
+            raise OSError("a connection that ended")
+
+    source.dataset.prepare_shard = fail
+    iterator = iter(loader)
+    next(iterator)
+    while not source.dataset._event.is_set():
+        time.sleep(0.01)
+    if then == "close":
+        loader.close()
+        return
+    if then == "seek":
+        loader.seek(epoch=0, position=0)
+    if then == "load":
+        loader.load_state_dict(loader.state_dict())
+    goes_on = {"again": lambda: iter(loader), "wrap": lambda: iter(wrap(source))}.get(then, lambda: iterator)()
+    with pytest.raises(SourceError, match=r"one of Streaming's prefetching threads has failed"):
+        for _ in goes_on:
+            pass
+
+
+class Faulty(StreamingDataset):  # type: ignore[misc]
+    """The thread that reads ahead fails once a worker has read as many samples as stand in a file."""
+
+    def __init__(self, marker: str, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.marker, self.read, self.prepared = Path(marker), set[int](), 0
+
+    def __getitem__(self, at: Any) -> Any:
+        sample = super().__getitem__(at)
+        if get_worker_info() is not None:
+            self.read.add(int(at))
+        return sample
+
+    def prepare_shard(self, shard: int, blocking: bool = True) -> None:
+        if self.marker.exists():
+            while len(self.read) < int(self.marker.read_text()):
+                time.sleep(0.001)
+            raise OSError("a connection that ended")
+        super().prepare_shard(shard, blocking)
+        self.prepared += 1
+        if self.prepared == 8:
+            self.marker.with_suffix(".ahead").touch()
+
+    def on_exception(self, future: Any) -> None:
+        super().on_exception(future)  # from here on other threads know of it
+        self.marker.with_suffix(".seen").touch()
+
+
+def test_a_thread_that_failed_in_a_persistent_worker_is_not_waited_for(tmp_path: Path) -> None:
+    """Its pass was left before the worker could say so; and the worker is replaced after the error."""
+    marker = tmp_path / "fails"
+    loading = {"persistent_workers": True, "prefetch_factor": 1}
+    source = sources.bare(
+        size=200, batch_size=2, num_workers=1, kind=Faulty, predownload=20, loading=loading, marker=str(marker)
+    )
+    with wrap(source) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        while not marker.with_suffix(".ahead").exists():  # or the worker would wait for its thread, and that for it
+            time.sleep(0.01)
+        # The second batch is read by now, or will be. Whoever asks for it has the worker make a third, of samples 5 and
+        # 6, and only then its thread fails, with nobody there to hear of it.
+        marker.with_suffix(".draft").write_text("6")
+        marker.with_suffix(".draft").replace(marker)
+        next(iterator)
+        while not marker.with_suffix(".seen").exists():
+            time.sleep(0.01)
+        marker.unlink()
+        with pytest.raises(SourceError, match=r"one of Streaming's prefetching threads has failed"):
+            list(loader)
+        assert len(list(loader)) in (100, 200 // 2 - loader.position // 2)
+        assert len(list(loader)) == 100
+
+
+def die_once(marker: str, worker: int) -> None:
+    if worker == 1 and Path(marker).exists():
+        Path(marker).unlink()
+        time.sleep(1)  # the others wait for this one now
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_while_a_pass_begins_does_not_stop_the_next_one(tmp_path: Path) -> None:
+    """Streaming's workers wait for each other then, by counts in shared memory."""
+    marker = tmp_path / "dies"
+    marker.touch()
+    loading = {"worker_init_fn": functools.partial(die_once, str(marker))}
+    with wrap(sources.bare(num_workers=2, loading=loading)) as loader:
+        with pytest.raises(SourceError, match="DataLoader worker"):
+            list(loader)
+        assert taken(loader) == taken(make())
+
+
+def test_persistent_workers_that_died_are_replaced() -> None:
+    dataset, whole = sources.bare().dataset, taken(make())
+    loader = wrap(StreamingDataLoader(dataset, batch_size=sources.BATCH, num_workers=1, persistent_workers=True))
+    iterator = iter(loader)
+    done = sources.numbers([next(iterator)])
+    for worker in multiprocessing.active_children():
+        worker.kill()
+        worker.join()
+    while len(done) < len(whole):
+        with contextlib.suppress(SourceError):
+            done += sources.numbers([next(iterator)])
+    assert done == whole
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_generators_and_the_dataset_stay_as_they_were(num_workers: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    loading = {"collate_fn": sources.mix, "generator": generator}
+    source = sources.bare(kind=sources.Drawing, num_workers=num_workers, loading=loading)
+    dataset = source.dataset
+
+    def states() -> tuple[Any, ...]:
+        held = generator.get_state().tolist(), str(dataset.generator.bit_generator.state)
+        return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist(), *held
+
+    before = states()
+    with wrap(source, seed=sources.SEED) as loader:
+        assert len(list(loader)) == 5
+    assert states() == before
+    assert source.generator is generator and source.collate_fn is sources.mix
+    assert not {"_get_work", "_each_sample_id"} & vars(dataset).keys()
+
+
+def test_what_cannot_be_put_under_a_stream_is_not_promised() -> None:
+    class Seeds(sources.Drawing):
+        def __init__(self, **keywords: Any) -> None:
+            super().__init__(**keywords)
+            self.entropy = random.SystemRandom()
+
+    assert make().capabilities.exact_augmentations
+    told = make(kind=Seeds).capabilities.exact_augmentations
+    assert not told and "SystemRandom" in told.reason
+    assert not wrap(sources.bare(kind=sources.Drawing), randomness="none").capabilities.exact_augmentations
+    assert wrap(sources.bare(), randomness="none").capabilities.exact_augmentations
+
+
+def test_a_dataset_that_iterates_in_a_way_of_its_own_is_refused() -> None:
+    class Picky(StreamingDataset):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[Any]:
+            return (sample for sample in super().__iter__() if sample["number"] % 2)
+
+    with pytest.raises(UnsupportedSourceError, match=r"Picky has its own __iter__.*__getitem__"):
+        make(kind=Picky)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_reaches_the_loop_and_the_loader_goes_on(num_workers: int, tmp_path: Path) -> None:
+    whole = taken(make())
+    marker = tmp_path / "broken"
+    marker.touch()
+    loader = make(failing=(whole[2][1], str(marker)), num_workers=num_workers)
+    got: list[list[int]] = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of order"):
+            for batch in loader:
+                got.append(batch["number"].tolist())
+        assert got == whole[:2]
+        assert loader.state_dict()["position"] == 2 * sources.BATCH
+        loader.load_state_dict(loader.state_dict())  # a new pass would begin the next epoch
+    marker.unlink()
+    assert got + taken(loader) == whole
+
+
+# --- several ranks, in real processes ---
+
+
+def ranks(
+    out: Path, world_size: int, size: int, batch_size: int, steps: int = -1, state: dict[str, Any] | None = None,
+    replication: int | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    out.mkdir()
+    shutil.copytree(sources.written(size), out / "local")
+    given = out / "state.json"
+    given.write_text(json.dumps(state))
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    where = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    script = [str(TESTS / "support" / "streaming_sources.py"), str(out)]
+    numbers = ["-" if state is None else str(given), str(steps), str(size), str(batch_size)]
+    with sources.one_at_a_time():  # the ranks make theirs together, so none of them can hold it
+        processes = [
+            forking.Program(
+                [*script, *numbers, *([] if replication is None else [str(replication)])],
+                env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                modules=("cpu_torchvision", "streaming"),
+            )
+            for rank in range(world_size)
+        ]
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert not any(process.returncode for process in processes), "\n".join(errors)[-3000:]
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def test_on_another_number_of_ranks_each_step_has_the_same_samples(tmp_path: Path) -> None:
+    """1 x 12, 2 x 6 and 3 x 4 are the same steps; the ranks share each."""
+    alone = ranks(tmp_path / "alone", 1, 48, 12)[0]
+    whole, drawn = alone["batches"], dict(zip(flat(alone["batches"]), flat(alone["draws"]), strict=True))
+    for world_size, new in ((2, 3), (3, 1), (1, 2)) if os.environ.get("MIDEPOCH_CHAOS") else ((2, 3),):
+        head = ranks(tmp_path / f"{world_size}", world_size, 48, 12 // world_size, steps=2)
+        states = [rank["state"] for rank in head]
+        assert all(state == states[0] for state in states)
+        rest = ranks(tmp_path / f"{world_size}to{new}", new, 48, 12 // new, state=states[-1])
+        for part, start in ((head, 0), (rest, 2)):
+            steps = [sorted(flat(list(step))) for step in zip(*(rank["batches"] for rank in part), strict=True)]
+            assert steps == [sorted(step) for step in whole[start : start + len(steps)]]
+            for rank in part:
+                assert flat(rank["draws"]) == [drawn[number] for number in flat(rank["batches"])]
+        assert [len(rank["batches"]) for rank in rest] == [rank["left"] for rank in rest] == [2] * new
+
+
+def test_samples_that_do_not_divide_are_repeated_as_streaming_does(tmp_path: Path) -> None:
+    """On another number of ranks, too, where a step has another number of samples."""
+    head = ranks(tmp_path / "two", 2, 21, 4, steps=1)
+    rest = ranks(tmp_path / "again", 2, 21, 4, state=head[0]["state"])
+    got = Counter(flat([batch for rank in (*head, *rest) for batch in rank["batches"]]))
+    assert set(got) == set(range(21)) and got.total() == 22
+    assert [len(rank["batches"]) for rank in rest] == [rank["left"] for rank in rest]
+    alone = ranks(tmp_path / "alone", 1, 21, 1)[0]
+    drawn = dict(zip(flat(alone["batches"]), flat(alone["draws"]), strict=True))
+    for new, batch_size in ((1, 4), (3, 1)) if os.environ.get("MIDEPOCH_CHAOS") else ((3, 1),):
+        rest = ranks(tmp_path / f"{new}x{batch_size}", new, 21, batch_size, state=head[0]["state"])
+        got = Counter(flat([batch for rank in (*head, *rest) for batch in rank["batches"]]))
+        assert set(got) == set(range(21)) and got.total() == 8 + -(-13 // new) * new
+        assert [len(rank["batches"]) for rank in rest] == [rank["left"] for rank in rest]
+        for rank in rest:
+            assert rank["draws"][0] == [drawn[number] for number in rank["batches"][0]]
+
+
+def test_replicated_samples_count_once(tmp_path: Path) -> None:
+    head = ranks(tmp_path / "head", 2, 24, 4, steps=2, replication=2)
+    assert head[0]["batches"] == head[1]["batches"]
+    assert head[0]["state"]["position"] == 8
+    rest = ranks(tmp_path / "rest", 2, 24, 4, state=head[0]["state"], replication=2)
+    got = flat(head[1]["batches"] + rest[1]["batches"])
+    assert sorted(got) == list(range(24))
+    with pytest.raises(AssertionError, match="replication differs"):
+        ranks(tmp_path / "other", 2, 24, 2, state=head[0]["state"])
+
+
+# --- data that changed ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data; the same copied at another time; others of equal sizes; and all three with hashes in their index."""
+    folder = tmp_path_factory.mktemp("mds")
+    kinds: dict[str, dict[str, Any]] = {"": {}, "hashed-": {"hashes": ["sha1"]}, "zipped-": {"compression": "zstd"}}
+    for name, keywords in kinds.items():
+        witness_sources.write_mds(f"{folder}/{name}first", **keywords)
+        witness_sources.write_mds(f"{folder}/{name}changed", content=1, **keywords)
+        shutil.copytree(folder / f"{name}first", folder / f"{name}copied", copy_function=shutil.copyfile)
+    return folder
+
+
+def state_after(batches: int, **arguments: Any) -> tuple[dict[str, Any], list[int]]:
+    """A state, and the labels of the rest of its pass; of the next pass if nothing is left."""
+    with witness_sources.make_streaming(**arguments) as loader:
+        iterator = iter(loader)
+        for _ in range(batches):
+            if next(iterator, None) is None:
+                iterator = iter(loader)
+                next(iterator)
+        state = json.loads(json.dumps(loader.state_dict()))
+        rest = [label for batch in iterator for label in witness_sources.labels_of(batch)]
+        return state, rest or [label for batch in loader for label in witness_sources.labels_of(batch)]
+
+
+def found_in_new_process(
+    tmp_path: Path, state: dict[str, Any], cases: dict[str, tuple[dict[str, Any], str]]
+) -> dict[str, dict[str, Any]]:
+    asked = [{"state": state, "arguments": arguments, "kind": "streaming"} for arguments, _ in cases.values()]
+    modules = ("cpu_torchvision", "streaming")
+    return dict(zip(cases, witness_sources.in_new_process(tmp_path, asked, modules), strict=True))
+
+
+def ends(found: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {name: witness_sources.outcome(each) for name, each in found.items()}
+
+
+PERSIST = "content, workers that persist"
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [3, 12, pytest.param(15, marks=pytest.mark.long)],
+    ids=["in mid-epoch", "at the boundary", "in a later epoch"],
+)
+def test_data_that_changed_are_told_in_a_new_process(batches: int, folders: Path, tmp_path: Path) -> None:
+    first, changed, copied = (str(folders / name) for name in ("first", "changed", "copied"))
+    state, rest = state_after(batches, local=first)
+    assert state["witness"].split("/")[1] == "0" and len(state["witness"]) <= LONGEST and len(json.dumps(state)) <= 512
+    cases: dict[str, tuple[dict[str, Any], str]] = {
+        "nothing": ({"local": first}, "exact"),
+        "workers": ({"local": first, "workers": 2}, "exact"),
+        "batch size": ({"local": first, "batch": 4}, "exact"),
+        "elsewhere, at other times": ({"local": copied}, "exact"),
+        "strictly": ({"local": copied, "options": {"verify": "strict"}}, "exact"),
+        "content": ({"local": changed}, "StateMismatchError"),
+        "content, workers": ({"local": changed, "workers": 2}, "StateMismatchError"),
+        PERSIST: ({"local": changed, "workers": 2, "persistent": True}, "StateMismatchError"),
+        "content, strictly": ({"local": changed, "options": {"verify": "strict"}}, "StateMismatchError"),
+        "content, gone on with": ({"local": changed, "options": {"verify": "warn"}}, "told"),
+        "content, not looked at": ({"local": changed, "options": {"verify": "off"}}, "exact"),
+    }
+    found = found_in_new_process(tmp_path, state, cases)
+    expected = {name: end for name, (_, end) in cases.items()}
+    told, at_boundary = found["content"]["error"], batches == 12
+    if at_boundary:  # another sample may be meant
+        expected.update({name: "told" for name in expected if name in ("content", "content, workers", PERSIST)})
+        (told,) = found["content"]["warnings"]
+    assert ends(found) == expected
+    for name in ("nothing", "workers", "batch size", "elsewhere, at other times"):
+        assert found[name]["rest"] == rest, name
+    assert "the dataset's first sample" in told
+    if not at_boundary:
+        assert found["content"]["batches"] == found["content, workers"]["batches"] == 0
+    assert len(found["content, gone on with"]["warnings"]) == 1
+    assert found["nothing"]["opened"] and not found["workers"]["opened"] and not found["content, workers"]["opened"]
+
+
+def test_of_data_that_are_downloaded_the_index_is_compared(folders: Path, tmp_path: Path) -> None:
+    caches = (str(tmp_path / f"cache-{number}") for number in itertools.count())
+
+    def of(name: str, **arguments: Any) -> dict[str, Any]:
+        return {"local": next(caches), "remote": str(folders / name), **arguments}
+
+    plain, _ = state_after(3, **of("first"))
+    hashed, rest = state_after(3, **of("hashed-first"))
+    zipped, _ = state_after(3, **of("zipped-first"))
+    local, _ = state_after(3, local=str(folders / "first"))
+    assert all(state["witness"].startswith("0//") for state in (plain, hashed, zipped))
+    cases = [
+        (hashed, of("hashed-first"), "exact"),
+        (hashed, of("hashed-copied", workers=2), "exact"),
+        (hashed, of("hashed-copied", options={"verify": "strict"}), "exact"),
+        (hashed, of("hashed-changed"), "StateMismatchError"),
+        (hashed, of("hashed-changed", workers=2), "StateMismatchError"),
+        (hashed, of("hashed-changed", options={"verify": "warn"}), "told"),
+        (hashed, of("hashed-changed", options={"verify": "off"}), "exact"),
+        # Equal sizes and no hashes: nothing that is known without a download differs (docs/limits.md).
+        (plain, of("changed"), "exact"),
+        (plain, of("copied"), "exact"),
+        (plain, {"local": str(folders / "copied")}, "exact"),  # downloaded or not, the shards are the same
+        (zipped, of("zipped-copied", workers=2), "exact"),
+        (zipped, {"local": str(folders / "zipped-copied")}, "exact"),
+        # A sample was compared, and cannot be now.
+        (local, of("first"), "told"),
+        (local, of("first", options={"verify": "strict"}), "StateMismatchError"),
+    ]
+    asked = [{"state": state, "arguments": arguments, "kind": "streaming"} for state, arguments, _ in cases]
+    found = witness_sources.in_new_process(tmp_path, asked, ("cpu_torchvision", "streaming"))
+    assert [witness_sources.outcome(each) for each in found] == [end for *_, end in cases]
+    assert found[0]["rest"] == found[1]["rest"] == rest
+    assert "cannot be read without a download" in found[-2]["warnings"][0]
+
+
+def test_nothing_is_downloaded_for_the_witness(folders: Path, tmp_path: Path) -> None:
+    """The shard of the first sample is gone from the remote. A resume behind it does not miss it."""
+    remote = tmp_path / "remote"
+    shutil.copytree(folders / "first", remote)
+    state, rest = state_after(6, remote=str(remote), local=str(tmp_path / "before"), shuffle=False)
+    (remote / "shard.00000.mds").unlink()
+    arguments = {"remote": str(remote), "local": str(tmp_path / "after"), "shuffle": False}
+    options = {"verify": "strict"}
+    found = found_in_new_process(tmp_path, state, {"": ({**arguments, "options": options}, "exact")})
+    assert found[""]["rest"] == rest and not found[""]["error"] and not found[""]["warnings"]
+    assert not (tmp_path / "after" / "shard.00000.mds").exists()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_every_epoch_has_its_witness_and_no_batch_is_another(persistent: bool, folders: Path) -> None:
+    copies = [a_copy_of(folders / "first") for _ in range(3)]
+    states = []
+    for workers, local in zip((0, 2), copies, strict=False):
+        with witness_sources.make_streaming(local=local, workers=workers, persistent=persistent and workers > 0) as one:
+            found = []
+            for _ in range(3):
+                found.append([witness_sources.labels_of(batch) for batch in one])
+                states.append(one.state_dict()["witness"])
+            if persistent and workers:
+                # Workers that persist are not told of a loaded state.
+                one.load_state_dict(one.state_dict())
+                next(iter(one))
+    assert states[:3] == states[3:] and [each.split("/")[0] for each in states[:3]] == ["0", "1", "2"]
+    with witness_sources.make_streaming(local=copies[2], options={"verify": "off"}) as off:
+        assert [[witness_sources.labels_of(batch) for batch in off] for _ in range(3)] == found
+        assert off.state_dict()["witness"] == ""
+
+
+def a_copy_of(folder: Path) -> str:
+    copy = sources.new_folder()
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    return copy
+
+
+def test_a_state_that_another_data_set_saved_is_refused_by_workers_that_persist(folders: Path) -> None:
+    with witness_sources.make_streaming(local=a_copy_of(folders / "first")) as other:
+        next(iter(other))
+        state = other.state_dict()
+    local = a_copy_of(folders / "changed")
+    with witness_sources.make_streaming(local=local, workers=2, persistent=True) as loader:
+        list(loader)
+        loader.load_state_dict(state)
+        with pytest.raises(StateMismatchError, match="the dataset's first sample"):
+            next(iter(loader))
+        assert loader.state_dict() == state
+
+
+def test_the_example() -> None:
+    done = forking.run([EXAMPLES / "streaming_loader.py"], modules=("cpu_torchvision", "streaming"))
+    assert done.returncode == 0, done.stderr
+    assert "exact" in done.stdout
+
+
+class TestStreaming(ResumableTests):
+    make_loader = staticmethod(sources.make_loader)
+    identify: ClassVar[Any] = staticmethod(sources.identify)
+    world_sizes = (1,)
+    shuffled = True
+    # Each dataset of a machine looks through the shared memory of all that were made before it, and keeps it open.
+    cuts = (2,)
+    epochs = 1
+    quick = True
+    state_bytes = 512

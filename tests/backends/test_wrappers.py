@@ -1,0 +1,754 @@
+"""Objects around a DataLoader, and subclasses of it: driven by the DataLoader inside where that is declared."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import random
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+import midepoch
+from midepoch import MidepochWarning, SourceError, World
+from midepoch.testing import LawError, ResumableTests, check_resumable
+from support import sources
+from support import wild_sources as wild
+
+SIZE, BATCH, BATCHES = 22, 4, 6
+
+
+def loader(kind: Any = DataLoader, **keywords: Any) -> Any:
+    return kind(sources.Noisy(SIZE), BATCH, shuffle=True, **keywords)
+
+
+SEEN: dict[str, tuple[Callable[..., Any], str]] = {
+    "on a device": (lambda **keywords: wild.OnDevice(loader(**keywords)), "loader"),
+    "one ahead": (lambda **keywords: wild.OneAhead(loader(**keywords)), "loader"),
+    "two ahead": (lambda **keywords: wild.Fetcher(loader(**keywords)), "loader"),
+    "all ahead": (lambda **keywords: wild.AllAtOnce(loader(**keywords)), "loader"),
+    "holds one back to the end": (lambda **keywords: wild.CountingAhead(loader(**keywords)), "loader"),
+    "a subclass": (lambda **keywords: loader(wild.Doubling, **keywords), ""),
+    "works in its collate function": (lambda **keywords: loader(wild.Neighbours, **keywords), ""),
+    "keeps its workers": (lambda **keywords: loader(wild.KeepsWorkers, **keywords), ""),
+    "keeps an iterator from the start": (lambda **keywords: loader(wild.KeepsFromTheStart, **keywords), ""),
+    "one ahead of one that keeps its workers": (
+        lambda **keywords: wild.OneAhead(loader(wild.KeepsWorkers, **keywords)), "loader"
+    ),
+    "in one another": (lambda **keywords: wild.OneAhead(wild.OnDevice(loader(**keywords))), "loader.loader"),
+    "in one another, a subclass": (
+        lambda **keywords: wild.OneAhead(wild.OnDevice(loader(wild.Doubling, **keywords))), "loader.loader"
+    ),
+    "one buffer": (lambda **keywords: wild.OneBuffer(loader(**keywords)), "loader"),
+    "calls itself a dataset": (lambda **keywords: wild.AsIterableDataset(loader(**keywords)), "loader"),
+    "draws late": (lambda **keywords: wild.DrawingLate(loader(**keywords), 7), "loader"),
+    "mixed by its collate function": (
+        lambda **keywords: wild.OfParts(loader(collate_fn=sources.noisy_collate, **keywords)), "loader"
+    ),
+    "cannot be copied": (lambda **keywords: wild.Locked(loader(**keywords)), "loader"),
+    "hands attributes on": (lambda **keywords: wild.HandingOn(loader(**keywords)), "loader"),
+    "works in a thread": (lambda **keywords: wild.WorksInAThread(loader(**keywords)), "loader"),
+    "holds another loader too": (lambda **keywords: wild.OfTwo(loader(**keywords), loader()), "loader"),
+}  # fmt: skip
+seen = pytest.mark.parametrize("name", SEEN)
+
+
+def under_other_seeds(number: int) -> None:
+    random.seed(number), np.random.seed(number), torch.manual_seed(number)
+
+
+def assert_exact_at_every_cut(make: Callable[[], midepoch.Loader], epochs: int = 2) -> list[Any]:
+    with make() as first:
+        states, batches = [first.state_dict()], []
+        for _ in range(epochs):
+            for batch in first:
+                batches.append(sources.plain(batch))
+                states.append(first.state_dict())
+    each = len(batches) // epochs
+    for cut, state in enumerate(states[:-1]):
+        under_other_seeds(cut)
+        assert sources.resumed(make, state) == batches[cut : cut - cut % each + each], cut
+    return batches
+
+
+def declared(name: str, **keywords: Any) -> midepoch.Loader:
+    make, inside = SEEN[name]
+    return midepoch.wrap(make(**keywords), seed=3, inside=inside)
+
+
+def on_device(*arguments: Any, **keywords: Any) -> midepoch.Loader:
+    return midepoch.wrap(wild.OnDevice(loader(*arguments)), seed=3, inside="loader", **keywords)
+
+
+@seen
+def test_it_jumps_and_goes_on_bit_for_bit(name: str) -> None:
+    def make() -> midepoch.Loader:
+        return declared(name)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MidepochWarning)
+        batches = assert_exact_at_every_cut(make)
+    assert len(batches) == 2 * BATCHES == 2 * len(make())
+    assert batches[:BATCHES] != batches[BATCHES:]
+    capabilities = make().capabilities
+    assert all((capabilities.constant_time_resume, capabilities.elastic_world, capabilities.elastic_workers))
+    assert f"inside={SEEN[name][1]!r} is declared, and watched" in capabilities.constant_time_resume.reason
+
+
+@pytest.mark.parametrize("name", ["one ahead", "keeps its workers", "works in its collate function"])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_with_workers_it_gives_the_same(name: str, persistent: bool) -> None:
+    whole, state = sources.heads(lambda: declared(name), 2)
+    rest = sources.resumed(lambda: declared(name), state)
+    with declared(name, num_workers=1, persistent_workers=persistent) as working:
+        batches = [sources.taken(working) for _ in range(2)]
+        assert batches[0] == whole + rest
+        working.load_state_dict(state)
+        assert sources.taken(working) == rest
+        assert sources.taken(working) == batches[1]
+
+
+def test_the_dataloader_inside_gives_what_it_gives_by_itself() -> None:
+    around = on_device()
+    assert sources.taken(around) == sources.taken(midepoch.wrap(loader(), seed=3))
+
+
+def test_a_resume_reads_nothing_that_was_consumed() -> None:
+    read: list[int] = []
+
+    class Reading(sources.Noisy):
+        def __getitem__(self, index: int) -> Any:
+            read.append(index)
+            return super().__getitem__(index)
+
+    def make() -> midepoch.Loader:
+        source = wild.OneAhead(DataLoader(Reading(SIZE), BATCH, shuffle=True))
+        return midepoch.wrap(source, seed=3, verify="off", inside="loader")
+
+    state = sources.heads(make, 5)[1]
+    read.clear()
+    sources.resumed(make, state)
+    assert len(read) == SIZE - 5 * BATCH
+
+
+def test_ranks_share_it_and_may_become_more() -> None:
+    def make(rank: int = 0, world_size: int = 1) -> midepoch.Loader:
+        return on_device(world=World(rank, world_size))
+
+    whole = sources.flat(sources.taken(make()))
+    first, state = sources.heads(make, 2)
+    rest = [sources.flat(sources.resumed(lambda rank=rank: make(rank, 2), state)) for rank in range(2)]  # type: ignore[misc]
+    assert sorted(sources.flat(first) + rest[0] + rest[1]) == sorted(whole)
+
+
+def test_a_distributed_sampler_inside_says_which_rank_it_is() -> None:
+    sampler: Any = DistributedSampler(range(SIZE), 2, 1)  # type: ignore[arg-type]
+    source = wild.OnDevice(DataLoader(sources.Indices(SIZE), BATCH, sampler=sampler))
+    around = midepoch.wrap(source, inside="loader")
+    assert len(around) == 3
+    next(iter(around))
+    assert around.state_dict()["world_size"] == 2
+
+
+@seen
+def test_the_callers_generators_stay_where_they_are(name: str) -> None:
+    batches = iter(declared(name))
+    for _ in range(BATCHES):
+        before = random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
+        next(batches)
+        assert before == (random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist())
+        random.random(), np.random.rand(), torch.rand(())
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_between_batches_and_passes_the_object_is_the_users(name: str) -> None:
+    make, inside = SEEN[name]
+    source = make()
+    before = dict(vars(source))
+    around = midepoch.wrap(source, seed=3, inside=inside)
+    for _ in around:
+        changed = [each for each, value in before.items() if vars(source)[each] is not value]
+        # Lightning leaves notes of its own in DataLoaders that are made after it.
+        assert {each for each in changed if not each.startswith("__pl_")} <= {"iterator", "batches"}
+    around.close()
+    assert {each: vars(source)[each] for each in before if not each.startswith("__pl_")} == {
+        each: value for each, value in before.items() if not each.startswith("__pl_")
+    }
+    assert len(list(source)) == BATCHES, "its own iterator has given nothing away"
+
+
+NOT_ONE_FOR_ONE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "gives one more": (wild.OneMore, "gives a batch behind those of the loader inside"),
+    "two in one": (wild.Pairs, "has handed out 2 batches, and asked for 4 inside"),
+    "each twice": (wild.Twice, "has handed out 2 batches, and asked for 1 inside"),
+    "looks at one first": (wild.LooksFirst, "begins to iterate the loader inside more than once"),
+    "begins again and again": (wild.ForEver, "begins to iterate the loader inside more than once"),
+    "reads in a thread": (wild.InAThread, "in a thread of its own"),
+    "keeps some to itself": (wild.Keeping, "has asked for 6 batches inside, and handed out 5"),
+    "reads another loader": (lambda inside: wild.Unused(inside, loader()), "handed out 1 batches, and asked for 0"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ONE_FOR_ONE)
+def test_one_that_is_not_one_for_one_is_an_error_that_names_the_declaration(name: str) -> None:
+    kind, what = NOT_ONE_FOR_ONE[name]
+    around = midepoch.wrap(kind(loader()), seed=3, inside="loader")
+    words = f"{what}.*inside='loader' declares .*Leave inside= out"
+    with pytest.raises(SourceError, match=words):
+        sources.taken(around)
+
+
+class NotesPasses(wild.Neighbours):
+    passes = 0
+
+    def _get_iterator(self) -> Any:
+        self.passes += 1
+        return super()._get_iterator()
+
+
+def test_a_subclass_finishes_what_torchs_iterator_gives_and_keeps_what_it_notes() -> None:
+    source = loader(NotesPasses)
+    around = midepoch.wrap(source, seed=3, inside="")
+    for _ in range(2):
+        assert {(type(batch), len(batch.shape)) for batch in around} == {(torch.Tensor, 2)}, "not pairs"
+    assert source.passes == 2
+
+
+def test_a_subclass_that_leaves_out_torchs_iterator_is_an_error_and_exact_by_replay() -> None:
+    with pytest.raises(SourceError, match=r"handed out 1 batches, and asked for 0 inside.*Leave inside= out"):
+        next(iter(midepoch.wrap(loader(wild.ReadsByItself), seed=3, inside="")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MidepochWarning)
+        assert_exact_at_every_cut(lambda: midepoch.wrap(loader(wild.ReadsByItself), seed=3))
+
+
+@pytest.mark.parametrize("kind", [wild.Twice, wild.OneMore])
+def test_one_that_makes_two_of_an_epochs_only_batch_is_an_error(kind: Any) -> None:
+    around = midepoch.wrap(kind(DataLoader(sources.Noisy(SIZE), SIZE, shuffle=True)), seed=3, inside="loader")
+    with pytest.raises(SourceError, match="gives a batch behind those"):
+        next(iter(around))
+
+
+def sample_in_batch(number: int) -> int:
+    """A sample of the first epoch's batch of this number."""
+    return int(sources.taken(midepoch.wrap(loader(), seed=3))[number][0][0])
+
+
+LATER = {
+    wild.Skipping: "has handed out . batches, and asked for . inside",
+    wild.Stopping: "ended after . batches, and the loader inside has more|has asked for . batches inside",
+}
+
+
+@pytest.mark.parametrize("kind", LATER)
+@pytest.mark.parametrize("cut", [0, 2])
+def test_one_that_does_more_later_is_an_error(kind: Any, cut: int) -> None:
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(kind(loader(), sample_in_batch(4)), seed=3, inside="loader")
+
+    around = make()
+    around.load_state_dict(sources.heads(make, cut)[1])
+    given = []
+    with pytest.raises(SourceError, match=LATER[kind]):
+        for batch in around:
+            given.append(sources.plain(batch))
+    assert len(given) == 4 - cut
+
+
+def test_one_that_begins_twice_later_is_an_error() -> None:
+    source = wild.LookingLater(loader())
+    around = midepoch.wrap(source, seed=3, inside="loader")
+    assert len(sources.taken(around)) == BATCHES
+    source.left_out = 1
+    with pytest.raises(SourceError, match="begins to iterate the loader inside more than once"):
+        next(iter(around))
+
+
+WRONGLY_DECLARED: dict[str, Callable[[Any], Any]] = {
+    "numbers its batches": wild.Counting,
+    "mixes with the batch before": wild.Mixing,
+    "counts in a loop": wild.CountingInALoop,
+    "counts in another generator": wild.CountingBelow,
+    "remembers batches": wild.Remembering,
+    "draws from a generator of each pass": wild.OwnGenerator,
+    "counts in a function": wild.CountingInAFunction,
+}
+
+
+def counted(name: str, **keywords: Any) -> midepoch.Loader:
+    return midepoch.wrap(WRONGLY_DECLARED[name](loader(**keywords)), seed=3, inside="loader")
+
+
+@pytest.mark.parametrize("name", WRONGLY_DECLARED)
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_the_laws_find_a_wrong_declaration(name: str) -> None:
+    with pytest.raises(LawError):
+        check_resumable(functools.partial(counted, name), laws=["tail"], world_sizes=(1,), quick=True, options=())
+
+
+def test_an_object_that_holds_something_of_a_pass_does_so_as_by_itself() -> None:
+    source, bare = wild.CountingPasses(loader(), True), wild.CountingPasses(loader(), True)
+    around = midepoch.wrap(source, seed=3, inside="loader")
+    for _ in range(2):
+        assert len(sources.taken(around)) == len(list(bare)) == BATCHES
+        assert source.passes == bare.passes
+
+
+def test_a_generator_that_is_made_in_the_first_batch_is_told() -> None:
+    around = midepoch.wrap(wild.MakingAGenerator(loader()), seed=3, inside="loader")
+    with pytest.warns(MidepochWarning, match=r"has made a random generator \(.*\) while the first batch was read"):
+        sources.taken(around, 1)
+
+
+def test_generators_that_what_it_works_with_closes_over_follow_from_the_batch() -> None:
+    def make() -> midepoch.Loader:
+        generator = random.Random(5)
+        source = wild.Working(loader(), wild.Calls(lambda batch: batch + generator.random()))
+        return midepoch.wrap(source, seed=3, inside="loader")
+
+    assert_exact_at_every_cut(make)
+
+
+# --- not declared -----------------------------------------------------------------------------------------------------
+
+
+UNDECLARED: dict[str, Callable[[], Any]] = {
+    "on a device": lambda: wild.OnDevice(loader()),
+    "hands attributes on": lambda: wild.HandingOn(loader()),
+    "holds one back to the end": lambda: wild.CountingAhead(loader()),
+    "numbers its batches": lambda: wild.Counting(loader()),
+    "gives one more": lambda: wild.OneMore(loader()),
+    "mixes with the batch before": lambda: wild.Mixing(loader()),
+    "two in one": lambda: wild.Pairs(loader()),
+    "all at once": lambda: wild.AllAtOnce(loader()),
+    "looks at one first": lambda: wild.LooksFirst(loader()),
+    "cannot be copied": lambda: wild.Locked(loader()),
+    "a stream inside": lambda: wild.OnDevice(DataLoader(sources.Stream(SIZE), BATCH)),
+}
+
+
+@pytest.mark.parametrize("name", UNDECLARED)
+def test_without_a_declaration_it_is_read_again_and_told_once(name: str) -> None:
+    def make() -> midepoch.Loader:
+        with pytest.warns(MidepochWarning) as told:
+            around = midepoch.wrap(UNDECLARED[name](), seed=3)
+        assert 'write midepoch.wrap(loader, inside="loader"), which jumps' in str(told[0].message)
+        assert len(told) == 1 and told[0].filename == __file__
+        return around
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MidepochWarning)
+        batches = assert_exact_at_every_cut(make)
+    assert batches[: len(batches) // 2] == [sources.plain(each) for each in make()]
+    told = make().capabilities
+    assert not told.constant_time_resume and 'inside="loader"' in told.constant_time_resume.reason
+
+
+def test_a_subclass_and_a_path_are_named_as_they_are_written() -> None:
+    for kind in (wild.Doubling, wild.Neighbours):
+        with pytest.warns(MidepochWarning, match='write midepoch.wrap\\(loader, inside=""\\)'):
+            assert not midepoch.wrap(loader(kind), seed=3).capabilities.constant_time_resume
+    with pytest.warns(MidepochWarning, match='inside="loader.loader"'):
+        midepoch.wrap(wild.OneAhead(wild.OnDevice(loader())), seed=3)
+
+
+def test_ranks_are_told_to_declare_it() -> None:
+    with pytest.warns(MidepochWarning, match="inside="):
+        around = midepoch.wrap(wild.OnDevice(loader()), seed=3, world=World(0, 2))
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r'shard=True.*shard=False.*write .*inside="loader"'):
+        next(iter(around))
+
+
+KEPT = {"num_workers": 1, "persistent_workers": True}
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "kept workers": (lambda: wild.OnDevice(loader(**KEPT)), r'persistent_workers=True.*Write .*inside="loader"'),
+    "a subclass with kept workers": (lambda: loader(wild.Doubling, **KEPT), r'persistent_workers=True.*inside=""'),
+    "a loader of graphs with kept workers": (lambda: loader(wild.Neighbours, **KEPT), r'_workers=True.*inside=""'),
+    "an iterator from the start": (lambda: loader(wild.KeepsFromTheStart), r'reads an iterator of .*inside=""'),
+    "a function of kept workers": (lambda: function_around(**KEPT), "persistent_workers=True.*Wrap the DataLoader"),
+    "an iterator alone": (lambda: wild.OnDevice(iter(loader())), "reads an iterator of .*Wrap the DataLoader"),
+    "its own iterator": (lambda: wild.ItsOwn(iter(loader())), "reads an iterator of .*Wrap the DataLoader"),
+    "a function of an iterator": (lambda: function_of_an_iterator(iter(loader())), "reads an iterator of .*as then="),
+}
+
+
+def test_what_fabric_returns_is_to_be_wrapped_before() -> None:
+    fabric = pytest.importorskip("lightning").Fabric(accelerator="cpu")
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"leave that out, .* then=fabric\.to_device"):
+        midepoch.wrap(fabric.setup_dataloaders(loader()), seed=3)
+
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(loader(), seed=3, then=fabric.to_device)
+
+    assert_exact_at_every_cut(make)
+    assert make().capabilities.constant_time_resume
+
+
+def function_of_an_iterator(batches: Any) -> Any:
+    return lambda: map(torch.neg, batches)
+
+
+def function_around(**keywords: Any) -> Any:
+    inside = loader(**keywords)
+    return lambda: enumerate(inside)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_goes_on_where_it_stands_is_refused_with_the_line_to_write(name: str) -> None:
+    make, words = REFUSED[name]
+    with pytest.raises(midepoch.UnsupportedSourceError, match=words):
+        midepoch.wrap(make(), seed=3)
+
+
+@pytest.mark.parametrize("name", ["kept workers", "a subclass with kept workers", "an iterator from the start"])
+def test_the_line_that_a_refusal_names_is_exact(name: str) -> None:
+    inside = "loader" if name == "kept workers" else ""
+    batches = []
+    with midepoch.wrap(REFUSED[name][0](), seed=3, inside=inside) as around:
+        for _ in range(2):
+            for batch in around:
+                batches.append(sources.plain(batch))
+                if len(batches) == BATCHES + 2:
+                    state = around.state_dict()
+    with midepoch.wrap(REFUSED[name][0](), seed=3, inside=inside) as again:
+        again.load_state_dict(state)
+        assert sources.taken(again) == batches[BATCHES + 2 :]
+
+
+WRONG_NAMES: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "no such attribute": (lambda: wild.OnDevice(loader()), "loder", "has no loader there: write inside='loader'"),
+    "another attribute": (lambda: wild.OnDevice(loader()), "device", "has no loader there: write inside='loader'"),
+    "one of two": (
+        lambda: wild.OfTwo(loader(), loader()), "first", "has no loader there: write inside='loader' or inside='other'"
+    ),
+    "too deep": (lambda: wild.OnDevice(loader()), "loader.loader", "has no loader there: write inside='loader'"),
+    "not deep enough": (
+        lambda: wild.OneAhead(wild.OnDevice(loader())), "loader", "has no loader there: write inside='loader.loader'"
+    ),
+    "none at all": (lambda: wild.OnDevice([1]), "loader", "has no loader there: leave inside= out"),
+    "a list": (lambda: [1, 2], "loader", "has no loader there: leave inside= out"),
+    "an object, as a subclass": (lambda: wild.OnDevice(loader()), "", "is for a DataLoader subclass .*inside='loader'"),
+    "a plain DataLoader": (loader, "", "is for a DataLoader subclass .*not for a DataLoader: leave inside= out"),
+    "another length": (lambda: wild.Longer(loader()), "loader", "is 7, and that of the loader inside 6"),
+    "cannot be iterated": (lambda: wild.Around(loader()), "loader", "Around cannot be iterated"),
+    "a function": (lambda: function_around(), "loader", "this function has no loader there: leave inside= out"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_NAMES)
+def test_a_wrong_name_is_refused_with_those_that_are_right(name: str) -> None:
+    make, inside, words = WRONG_NAMES[name]
+    with pytest.raises(midepoch.UnsupportedSourceError, match=words):
+        midepoch.wrap(make(), seed=3, inside=inside)
+
+
+def test_what_is_no_name_is_refused() -> None:
+    unnamed: Any = True
+    with pytest.raises(TypeError, match="inside must be the name of an attribute or None, got True"):
+        midepoch.wrap(wild.OnDevice(loader()), inside=unnamed)
+
+
+# --- beside other keywords --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["on a device", "one ahead", "keeps its workers"])
+def test_with_shard_false_each_rank_reads_its_own(name: str) -> None:
+    make, inside = SEEN[name]
+
+    def rank(number: int) -> midepoch.Loader:
+        return midepoch.wrap(make(), seed=3, inside=inside, shard=False, world=World(number, 2))
+
+    for number in range(2):
+        whole = sources.taken(rank(number))
+        head, state = sources.heads(lambda number=number: rank(number), 2)  # type: ignore[misc]
+        assert len(whole) == BATCHES
+        assert head + sources.resumed(lambda number=number: rank(number), state) == whole  # type: ignore[misc]
+
+
+def test_with_the_callers_generators_nothing_is_seeded() -> None:
+    def make() -> midepoch.Loader:
+        source = wild.OneAhead(DataLoader(sources.Indices(SIZE), BATCH, shuffle=True), torch.clone)
+        source.mean = torch.tensor(0)
+        return midepoch.wrap(source, seed=3, inside="loader", randomness="none")
+
+    assert_exact_at_every_cut(make)
+    around = midepoch.wrap(wild.OneAhead(loader()), seed=3, inside="loader", randomness="none")
+    before = random.getstate()
+    sources.taken(around)
+    assert random.getstate() != before
+    assert not around.capabilities.exact_augmentations
+
+
+@pytest.mark.parametrize("name", ["on a device", "one ahead"])
+def test_a_changed_sample_inside_is_found(name: str) -> None:
+    class Changed(sources.Noisy):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index) + torch.tensor([100, 0, 0, 0])
+
+    state = sources.heads(lambda: declared(name), 2)[1]
+    around = midepoch.wrap(wild.OnDevice(DataLoader(Changed(SIZE), BATCH, shuffle=True)), seed=3, inside="loader")
+    around.load_state_dict(state)
+    with pytest.warns(MidepochWarning, match="sample .* is not bit for bit"):  # it consists of measured values alone
+        next(iter(around))
+
+
+@pytest.mark.parametrize("kind", [wild.OnDevice, wild.OneAhead])
+def test_a_batch_that_cannot_be_read_is_passed_over_alone(kind: Any, tmp_path: Path) -> None:
+    marker = tmp_path / "failing"
+    marker.touch()
+    whole = sources.taken(midepoch.wrap(kind(loader()), seed=3, inside="loader"))
+    for number in (0, 1, 3, BATCHES - 1):
+        dataset = sources.Failing(SIZE, [sample_in_batch(number)], marker)
+        source = kind(DataLoader(dataset, BATCH, shuffle=True))
+        batches, got, failed = iter(midepoch.wrap(source, seed=3, inside="loader")), [], 0
+        with warnings.catch_warnings(action="ignore", category=MidepochWarning):
+            for _ in range(BATCHES + 1):
+                try:
+                    got.append(sources.plain(next(batches)))
+                except RuntimeError:
+                    failed += 1
+                except StopIteration:
+                    break
+        assert got == whole[:number] + whole[number + 1 :], number
+        assert failed == 1
+
+
+@pytest.mark.parametrize("kind", [wild.OnDevice, wild.OneAhead])
+def test_a_batch_that_is_retried_is_the_same(kind: Any, tmp_path: Path) -> None:
+    marker = tmp_path / "failing"
+    marker.touch()
+    whole = sources.taken(midepoch.wrap(kind(loader()), seed=3, inside="loader"))
+    dataset = sources.Failing(SIZE, [sample_in_batch(3)], marker)
+    source = kind(DataLoader(dataset, BATCH, shuffle=True))
+    batches = iter(midepoch.wrap(source, seed=3, inside="loader", on_error="retry"))
+    got = [sources.plain(next(batches)) for _ in range(3)]
+    with pytest.raises(RuntimeError):
+        next(batches)
+    marker.unlink()
+    assert got + sources.taken(batches) == whole
+
+
+def test_an_error_behind_the_last_batch_comes_behind_it() -> None:
+    around = midepoch.wrap(wild.FailingAtTheEnd(loader()), seed=3, inside="loader")
+    batches = iter(around)
+    assert len([next(batches) for _ in range(BATCHES)]) == BATCHES
+    with pytest.raises(ValueError, match="at the end"):
+        next(batches)
+    with pytest.raises(StopIteration):
+        next(batches)
+    assert around.position == SIZE
+    again = midepoch.wrap(wild.FailingAtTheEnd(loader()), seed=3, inside="loader")
+    again.load_state_dict(around.state_dict())
+    assert sources.plain(next(iter(again))) == sources.plain(next(iter(around)))
+    assert again.epoch == around.epoch == 1
+
+
+def test_then_works_on_what_the_object_gives() -> None:
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(wild.OneAhead(loader()), seed=3, inside="loader", then=wild.Erasing(1.0))
+
+    assert_exact_at_every_cut(make)
+    assert "numbers drawn in then= are the batch's" in make().capabilities.exact_augmentations.reason
+
+
+@pytest.mark.parametrize("kind", [wild.OnDevice, wild.OneAhead])
+def test_global_batches_of_several_steps_go_on(kind: Any) -> None:
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(kind(loader()), seed=3, inside="loader", global_batch=8, world=World(1, 2))
+
+    around = make()
+    whole, states = [], {}
+    for batch in around:
+        whole.append(sources.plain(batch))
+        states[len(whole)] = around.state_dict()
+    for cut, state in states.items():
+        if state["epoch"] == 0:
+            again = sources.resumed(make, state)
+            assert again == whole[len(whole) - len(again) :] and len(again) in (len(whole) - cut, len(whole) - cut + 1)
+
+
+OTHER_LOADERS: dict[str, Callable[[], Any]] = {
+    "a stream": lambda: DataLoader(sources.Stream(SIZE), BATCH),
+    "a stream with samplers": lambda: DataLoader(sources.Exposing(SIZE), BATCH),
+    "a StatefulDataLoader": lambda: stateful(),
+    "a StatefulDataLoader over a stream": lambda: stateful_stream(),
+    "an endless sampler": lambda: DataLoader(sources.Noisy(SIZE), BATCH, sampler=midepoch.ResumableSampler(SIZE)),
+}
+
+
+def stateful(**keywords: Any) -> Any:
+    stateful_dataloader = pytest.importorskip("torchdata.stateful_dataloader")
+    return loader(stateful_dataloader.StatefulDataLoader, **keywords)
+
+
+def stateful_stream() -> Any:
+    stateful_dataloader = pytest.importorskip("torchdata.stateful_dataloader")
+    return stateful_dataloader.StatefulDataLoader(sources.Stream(SIZE), BATCH)
+
+
+@pytest.mark.parametrize("kind", [wild.OnDevice, wild.Fetcher])
+@pytest.mark.parametrize("name", OTHER_LOADERS)
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_around_any_loader_it_goes_on_as_that_one(name: str, kind: Any) -> None:
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(kind(OTHER_LOADERS[name]()), seed=3, inside="loader")
+
+    assert_exact_at_every_cut(make)
+    inside = midepoch.wrap(OTHER_LOADERS[name](), seed=3).capabilities
+    assert bool(make().capabilities.constant_time_resume) == bool(inside.constant_time_resume)
+
+
+@pytest.mark.parametrize("kind", [wild.Normalizing, wild.NormalizingAhead])
+def test_the_statistics_of_its_modules_see_each_batch_once(kind: Any) -> None:
+    def saved(around: Any) -> Any:
+        return copy.deepcopy(around.module.state_dict())
+
+    bare = kind(loader())
+    list(bare)
+    around = kind(loader())
+    batches = midepoch.wrap(around, seed=3, inside="loader")
+    whole, states = [], []
+    for batch in batches:
+        whole.append(sources.plain(batch))
+        states.append((batches.state_dict(), saved(around)))
+    assert around.module.num_batches_tracked == bare.module.num_batches_tracked == BATCHES
+    final = saved(around)
+    ahead = kind is wild.NormalizingAhead
+    for cut, (state, model) in enumerate(states[:-1], 1):
+        around = kind(loader())
+        around.module.load_state_dict(model)
+        batches = midepoch.wrap(around, seed=3, inside="loader")
+        batches.load_state_dict(state)
+        assert sources.taken(batches) == whole[cut:]
+        if not ahead:
+            assert all(torch.equal(value, around.module.state_dict()[name]) for name, value in final.items())
+
+
+def test_wrapping_reads_nothing_and_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [(make(num_workers=0), inside) for make, inside in SEEN.values()]
+    read: list[int] = []
+    monkeypatch.setattr(sources.Noisy, "__getitem__", lambda dataset, index: read.append(index))
+    before = threading.enumerate()
+    for source, inside in made:
+        midepoch.wrap(source, seed=3, inside=inside)
+    assert threading.enumerate() == before and not read
+
+
+@pytest.mark.parametrize("name", ["one ahead", "keeps its workers"])
+def test_a_loader_is_sent_to_another_process_in_the_middle_of_a_pass(name: str) -> None:
+    around = declared(name)
+    whole = [sources.taken(around) for _ in range(2)]
+    around = declared(name)
+    next(iter(around))
+    sent = pickle.loads(pickle.dumps(around))
+    assert sources.taken(sent) == whole[1], "as a second pass here"
+
+
+def test_a_copy_of_a_loader_goes_on_by_itself() -> None:
+    around = midepoch.wrap(wild.OneAhead(loader()), seed=3, inside="loader")
+    whole = sources.taken(around)
+    around = midepoch.wrap(wild.OneAhead(loader()), seed=3, inside="loader")
+    sources.taken(around, 2)
+    twin = copy.copy(around)
+    twin.load_state_dict(around.state_dict())
+    assert sources.taken(twin) == whole[2:]
+
+
+class Adding(wild.Around):
+    """Draws for each batch, and leaves the indices as they are."""
+
+    def __iter__(self) -> Any:
+        for batch in self.loader:
+            yield batch + torch.rand(1, dtype=torch.float64) * torch.tensor([0, 1, 1, 1])
+
+
+def adding(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = 3, seed: int = 0, size: int = 41
+) -> midepoch.Loader:
+    source: Any = wild.KeepsWorkers(sources.Noisy(size), batch_size, shuffle=True, num_workers=num_workers)
+    return midepoch.wrap(Adding(source), seed=seed, world=World(rank, world_size), inside="loader")
+
+
+def indices_of(batch: Any) -> list[int]:
+    return [int(sample[0]) for sample in batch]
+
+
+@pytest.mark.long
+class TestLaws(ResumableTests):
+    make_loader = staticmethod(adding)
+    identify = staticmethod(indices_of)
+    elastic_content = False  # the wrapper draws for a batch
+    shuffled = True
+    quick = True
+
+
+@pytest.mark.long
+def test_passing_on_costs_few_microseconds_a_batch() -> None:
+    def cost(around: Any, inside: str | None = None) -> float:
+        best = 1.0
+        for _ in range(5):
+            source = around(DataLoader(range(4000), 4, collate_fn=list))  # type: ignore[arg-type]
+            batches = iter(midepoch.wrap(source, seed=3, inside=inside))
+            sources.taken(batches, 10)
+            since = time.thread_time()
+            count = sum(1 for _ in batches)
+            best = min(best, (time.thread_time() - since) / count)
+        return best
+
+    assert cost(PassingOn, "loader") - cost(lambda inside: inside) < 40e-6
+
+
+class PassingOn(wild.Around):
+    """Nothing but that."""
+
+    def __iter__(self) -> Any:
+        for batch in self.loader:  # noqa: UP028  # as most are written
+            yield batch
+
+
+class Holding(wild.Around):
+    """Draws by a method of numpy's global generator that it holds."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self.draw: Any = np.random.rand
+
+    def __iter__(self) -> Any:
+        for batch in self.loader:
+            yield batch, self.draw.__self__ is np.random.mtrand._rand, self.draw()
+
+
+def test_a_global_generator_stays_the_one_that_it_is() -> None:
+    """A copy of it would be saved and restored with each batch, at 90 microseconds."""
+    loader = midepoch.wrap(Holding(DataLoader(range(12), 2, collate_fn=list)), seed=3, inside="loader")  # type: ignore[arg-type]
+    assert loader.capabilities.constant_time_resume
+    given = list(loader)
+    assert all(is_global for _, is_global, _ in given) and len({number for *_, number in given}) == 6
+
+
+class NotesIterators(DataLoader[Any]):
+    """Notes the iterators that it makes."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.made: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.made.append(super().__iter__())
+        return self.made[-1]  # type: ignore[no-any-return]
+
+
+def test_an_object_that_keeps_what_it_was_given_has_made_no_generator() -> None:
+    around = midepoch.wrap(loader(NotesIterators), seed=3, inside="")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MidepochWarning)
+        assert len(list(around)) == len(list(around)) == BATCHES

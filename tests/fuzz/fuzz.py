@@ -1,0 +1,293 @@
+"""Mutated states and files, by the hundred thousand: ``python tests/fuzz/fuzz.py --target dataloader --count 100000``.
+
+Each mutation must end in an error of midepoch's or in the exact continuation. A process of its own makes them, with a
+bound on its memory, while this one watches: a crash or a mutation that takes too long is put down with its number, and
+the next process goes on behind it. The same seed and number are the same mutation, alone too::
+
+    python tests/fuzz/fuzz.py --target dataloader --seed 1 --first 4711 --count 1
+
+What only shows in a loader that others have been loaded into takes those before it: ``--count 4712``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import logging
+import mmap
+import os
+import resource
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+MEBIBYTE = 1 << 20
+_MOST_FAILURES = 20  # after which a target is given up
+
+
+@dataclasses.dataclass
+class Outcome:
+    """Of one target.
+
+    Attributes:
+        refused: how many mutations ended in which error.
+        continued: went on exactly where the state said.
+        wrong, crashed, hung: what was found, with numbers.
+        memory: mebibytes by which the process grew while it ran.
+    """
+
+    target: str
+    seed: int
+    first: int
+    mutations: int = 0
+    refused: dict[str, int] = dataclasses.field(default_factory=dict)
+    continued: int = 0
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    crashed: list[str] = dataclasses.field(default_factory=list)
+    hung: list[str] = dataclasses.field(default_factory=list)
+    memory: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def failures(self) -> list[str]:
+        return [*self.wrong, *self.crashed, *self.hung]
+
+    @property
+    def command(self) -> str:
+        """What does all of it again."""
+        command = f"python tests/fuzz/fuzz.py --target '{self.target}' --seed {self.seed} --count {self.mutations}"
+        return command + (f" --first {self.first}" if self.first else "")
+
+    def one(self, number: int) -> str:
+        """What does one of the mutations again."""
+        return f"python tests/fuzz/fuzz.py --target '{self.target}' --seed {self.seed} --first {number} --count 1"
+
+    def as_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "repeat": self.command}
+
+
+def targets() -> list[str]:
+    """All that can be fuzzed."""
+    import fuzz_files
+    import fuzz_states
+
+    return [*fuzz_states.TARGETS, *fuzz_files.TARGETS]
+
+
+def fuzzer_of(target: str) -> Any:
+    """What makes the mutations of a target and looks at what becomes of them."""
+    import fuzz_files
+    import fuzz_states
+
+    return fuzz_files.FUZZERS[target](target) if target in fuzz_files.FUZZERS else fuzz_states.Fuzzer(target)
+
+
+def _settings(target: str) -> tuple[float, int]:
+    """Seconds that one mutation may take, and mutations that one process makes."""
+    import fuzz_files
+    import fuzz_states
+
+    found: Any = fuzz_states.TARGETS.get(target) or fuzz_files.TARGETS.get(target) or fuzz_files.Target()
+    return found.patience, getattr(found, "together", 1 << 62)
+
+
+# --- the process that makes mutations ---
+
+
+def _resident(name: str) -> float:
+    """Mebibytes, as the kernel counts them."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"/proc/self/status does not tell {name}")
+
+
+@contextlib.contextmanager
+def bounded_memory(mebibytes: int) -> Iterator[None]:
+    """A MemoryError for who asks for more than so much, even if it would not be used."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(_resident("VmData") + mebibytes) * MEBIBYTE, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def work(target: str, seed: int, first: int, count: int, progress: str, limit: int) -> None:
+    """Mutations one after the other; a line of JSON for each that failed, and one for all at the end."""
+    logging.getLogger("midepoch").setLevel(logging.CRITICAL)  # warnings by the thousand
+    with open(progress, "r+b") as file:  # noqa: PTH123  # mapped
+        place = mmap.mmap(file.fileno(), 0)
+    fuzzer = fuzzer_of(target)
+    outcomes: collections.Counter[str] = collections.Counter()
+    for number in range(first, first + 3):
+        fuzzer.mutation(seed, number)  # what the first ones import and start counts to nobody
+    Path("/proc/self/clear_refs").write_text("5")  # the highest mark of memory begins here
+    before, failures, done = _resident("VmHWM"), 0, first
+    with bounded_memory(limit):
+        for number in range(first, first + count):
+            struct.pack_into("q", place, 0, number)
+            done = number + 1
+            try:
+                outcomes[fuzzer.check(seed, number)] += 1
+            except Exception:  # noqa: BLE001  # put down, whatever it is
+                failures += 1
+                print(json.dumps({"number": number, "failure": traceback.format_exc(limit=8)[-3500:]}), flush=True)
+                if failures >= _MOST_FAILURES:
+                    break
+                fuzzer = fuzzer_of(target)
+            if number % 500 == 499:
+                told = {"done": done, "outcomes": outcomes, "memory": _resident("VmHWM") - before}
+                print(json.dumps(told), flush=True)
+                outcomes.clear()
+    print(json.dumps({"done": done, "outcomes": outcomes, "memory": _resident("VmHWM") - before}), flush=True)
+    os._exit(0)  # backends' threads may take their time
+
+
+# --- the process that watches ---
+
+
+def run(
+    target: str, seed: int, count: int, first: int = 0, limit: int = 1024, patience: float | None = None
+) -> Outcome:
+    """Fuzz one target.
+
+    Args:
+        limit: mebibytes that a mutation may ask for.
+        patience: seconds that one may take; None for what the target takes.
+    """
+    outcome = Outcome(target, seed, first)
+    begun = time.monotonic()
+    usual, together = _settings(target)
+    start, stop = first, first + count
+    while start < stop and len(outcome.failures) < _MOST_FAILURES:
+        start = _one_process(outcome, start, min(stop, start + together), limit, patience or usual)
+    outcome.mutations = start - first
+    outcome.seconds = round(time.monotonic() - begun, 1)
+    return outcome
+
+
+def _one_process(outcome: Outcome, start: int, stop: int, limit: int, patience: float) -> int:
+    """Mutations from `start` on, until all are made or one ends the process; where the next process has to begin."""
+    with tempfile.TemporaryDirectory() as folder:
+        progress, output, errors = (Path(folder) / name for name in ("progress", "output", "errors"))
+        progress.write_bytes(struct.pack("q", start - 1))
+        command = [sys.executable, "-X", "faulthandler", __file__, "--work", str(progress), "--target", outcome.target]
+        command += ["--seed", str(outcome.seed), "--first", str(start), "--count", str(stop - start)]
+        command += ["--limit", str(limit)]
+        with output.open("wb") as out, errors.open("wb") as err:
+            process = subprocess.Popen(command, stdout=out, stderr=err)
+            number = _watched(process, progress, patience)
+        at: int = struct.unpack("q", progress.read_bytes())[0]
+        done = start
+        for line in output.read_text().splitlines():
+            told = json.loads(line) if line.startswith("{") else {}
+            if "failure" in told:
+                outcome.wrong.append(f"{outcome.one(told['number'])}\n{told['failure']}")
+            elif "done" in told:
+                done = told["done"]
+                outcome.memory = max(outcome.memory, round(told["memory"], 1))
+                for name, times in told["outcomes"].items():
+                    if name == "continued":
+                        outcome.continued += times
+                    else:
+                        outcome.refused[name] = outcome.refused.get(name, 0) + times
+        if process.returncode == 0:
+            return done
+        said = errors.read_text(errors="replace")[-3000:]
+        if at < start:
+            raise RuntimeError(f"{outcome.target} could not be made ready: {said}")
+        if number is not None:
+            outcome.hung.append(f"{outcome.one(at)}\nmore than {patience} seconds")
+        else:
+            outcome.crashed.append(f"{outcome.one(at)}\nstatus {process.returncode}: {said}")
+        # What came since the last count was told of is not counted: those are made again, but for the one.
+        if at > done:
+            _one_process(outcome, done, at, limit, patience)
+        return at + 1
+
+
+def _watched(process: subprocess.Popen[bytes], progress: Path, patience: float) -> Any:
+    """Wait for the end; the number of the mutation that took too long, for which the process was killed."""
+    seen, since, ready = -2, time.monotonic(), False
+    while True:
+        try:
+            process.wait(0.2)
+            return None
+        except subprocess.TimeoutExpired:
+            pass
+        number = struct.unpack("q", progress.read_bytes())[0]
+        if number != seen:
+            ready = seen != -2
+            seen, since = number, time.monotonic()
+        elif time.monotonic() - since > (patience if ready else 300.0):
+            process.kill()
+            process.wait()
+            return number
+
+
+# --- tables ---
+
+_HEADINGS = (
+    "target", "mutations", "refused", "continued exactly", "wrong", "crashed", "hung", "memory (MiB)", "seconds",
+)  # fmt: skip
+
+
+def table(outcomes: list[dict[str, Any]]) -> str:
+    """Markdown, a row for each target."""
+    lines = [f"| {' | '.join(_HEADINGS)} |", f"|{'---|' * len(_HEADINGS)}"]
+    for each in outcomes:
+        refused = sorted(each["refused"].items(), key=lambda item: -item[1])
+        told = f"{sum(each['refused'].values())}: " + ", ".join(f"{name} {times}" for name, times in refused)
+        cells = [each["target"], each["mutations"], told, each["continued"], len(each["wrong"]), len(each["crashed"])]
+        cells += [len(each["hung"]), each["memory"], each["seconds"]]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", action="append", help="one of --list; may be given often; without it, all")
+    parser.add_argument("--list", action="store_true", help="name the targets")
+    parser.add_argument("--count", type=int, default=1000, help="mutations of each target")
+    parser.add_argument("--first", type=int, default=0, help="number of the first mutation")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--limit", type=int, default=1024, help="mebibytes that a mutation may ask for")
+    parser.add_argument("--json", type=Path, help="write the outcomes here, after each target; others' are kept")
+    parser.add_argument("--table", type=Path, help="only print the table of such a file")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.work:
+        work(chosen.target[0], chosen.seed, chosen.first, chosen.count, chosen.work, chosen.limit)
+    if chosen.table:
+        print(table(json.loads(chosen.table.read_text())))
+        return 0
+    if chosen.list:
+        print("\n".join(targets()))
+        return 0
+    failed = 0
+    for target in chosen.target or targets():
+        outcome = run(target, chosen.seed, chosen.count, chosen.first, chosen.limit)
+        print(table([outcome.as_json()]).splitlines()[-1], flush=True)
+        print("\n\n".join(outcome.failures))
+        failed += len(outcome.failures)
+        if chosen.json:
+            before = json.loads(chosen.json.read_text()) if chosen.json.exists() else []
+            kept = [each for each in before if each["target"] != target]
+            chosen.json.write_text(json.dumps([*kept, outcome.as_json()], indent=1) + "\n")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

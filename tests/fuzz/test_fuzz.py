@@ -1,0 +1,261 @@
+"""Mutated states and files end in an error of midepoch's or in the exact continuation; `fuzz.py` makes many more.
+
+The long form makes 100,000 of each adapter's states: ``MIDEPOCH_CHAOS=1``, or ``python tests/fuzz/fuzz.py`` with
+``--count 100000``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import io
+import json
+import os
+import pickle
+import random
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fuzz
+import fuzz_states
+import mutations
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import midepoch
+from midepoch import StateCorruptError
+from midepoch.state import parts
+
+LONG = bool(os.environ.get("MIDEPOCH_CHAOS"))
+SEED = 7
+
+# What has compiled code that a state or a file reaches: a crash must end another process than this one.
+SHORT = {"dali": 150, "dali-sampled": 150, "ffcv": 100, "beton files": 10}
+NEEDS = {
+    "dali": "nvidia.dali", "dali-sampled": "nvidia.dali", "ffcv": "ffcv", "beton files": "ffcv", "datasets": "datasets",
+    "grain": "grain", "streaming": "streaming", "stateful-dataloader": "torchdata", "webdataset": "webdataset",
+    "webdataset counted": "webdataset", "webdataset-streams": "webdataset",
+    "webdataset index caches": "webdataset",
+}  # fmt: skip
+
+
+def _skip_without(package: str) -> None:
+    if importlib.util.find_spec(package.partition(".")[0]) is None:
+        pytest.skip(f"{package} is not installed")
+
+
+@functools.cache
+def fuzzer(target: str) -> Any:
+    return fuzz.fuzzer_of(target)
+
+
+@pytest.mark.timeout(0 if LONG else 120)
+@pytest.mark.parametrize(
+    "target",
+    # FFCV compiles its pipelines in each process. Its states are read as those of DataLoaders are, by the same code;
+    # files that are cut, or whose tables differ, are in test_ffcv.
+    [
+        pytest.param(each, marks=pytest.mark.long if NEEDS.get(each) == "ffcv" else ())
+        for each in fuzz.targets()
+    ],
+)
+def test_every_mutation_is_refused_or_continued_exactly(target: str) -> None:
+    _skip_without(NEEDS.get(target, "torch"))
+    if LONG or target in SHORT:
+        count = 100_000 if target in fuzz_states.TARGETS else 20_000
+        outcome = fuzz.run(target, SEED, count if LONG else SHORT[target])
+        print(fuzz.table([outcome.as_json()]))
+        assert not outcome.failures, "\n\n".join(outcome.failures)
+        found, refused = outcome.continued, sum(outcome.refused.values())
+    else:
+        outcomes = []
+        with warnings.catch_warnings(), fuzz.bounded_memory(1024):
+            for number in range(150):
+                try:
+                    outcomes.append(fuzzer(target).check(SEED, number))
+                except Exception as error:
+                    raise AssertionError(fuzz.Outcome(target, SEED, 0).one(number)) from error
+        found, refused = outcomes.count("continued"), len(outcomes) - outcomes.count("continued")
+    assert refused > found
+    assert found or (target in SHORT and not LONG)  # both have been seen, unless there were a dozen
+
+
+@pytest.mark.long  # the same targets as above, with mutations that coverage chooses
+@pytest.mark.timeout(0 if LONG else 120)
+@pytest.mark.parametrize("target", ["tar archives", "webdataset"])
+def test_mutations_led_by_coverage(target: str) -> None:
+    """In a process of its own, which libFuzzer ends."""
+    _skip_without("atheris")
+    _skip_without("webdataset")
+    script = str(Path(__file__).with_name("fuzz_guided.py"))
+    options = ["--target", target, "--minutes", "10" if LONG else "0.05"]
+    done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    refused = "StateCorruptError" if target == "webdataset" else "TarError"
+    assert "continued" in done.stdout and refused in done.stdout
+    runs = re.search(r"Done (\d+) runs", done.stderr)
+    assert runs is not None and int(runs[1]) > 100
+
+
+# --- states go round, whatever carries them ---
+
+
+def through_torch(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+CARRIERS: dict[str, Callable[[Any], Any]] = {
+    "JSON": lambda value: json.loads(json.dumps(value)),
+    "JSON of other separators": lambda value: json.loads(json.dumps(value, indent=1, sort_keys=True)),
+    "torch": through_torch,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "a copy": copy.deepcopy,
+    "another order of keys": lambda value: dict(random.Random(3).sample(sorted(value.items()), len(value))),
+    "reseal": midepoch.reseal,
+}
+
+
+@pytest.mark.parametrize("target", fuzz_states.TARGETS)
+def test_states_round_trip(target: str) -> None:
+    """Any place of three epochs, by any ways, into a loader that stands anywhere."""
+    if target == "ffcv" and not LONG:
+        pytest.skip("FFCV compiles its pipelines in each process; MIDEPOCH_CHAOS=1 runs it")
+    _skip_without(NEEDS.get(target, "torch"))
+    loaders = fuzzer(target)
+
+    @settings(max_examples=200 if LONG else 25, deadline=None, database=None, derandomize=not LONG,
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(st.sampled_from(loaders.bases), st.lists(st.sampled_from(sorted(CARRIERS)), max_size=4))
+    def goes_round(base: dict[str, Any], ways: list[str]) -> None:
+        carried = functools.reduce(lambda value, way: CARRIERS[way](value), ways, base)
+        loaders.loader.load_state_dict(carried)
+        assert loaders.loader.state_dict() == base
+        assert fuzz_states.first_batches(loaders.loader, loaders.target.units) == loaders.reference.of(base)
+
+    goes_round()
+
+
+# --- the fuzzing itself ---
+
+
+@pytest.mark.long  # of the fuzzing program alone
+def test_crashes_hangs_and_large_allocations_are_told_with_what_repeats_them() -> None:
+    outcome = fuzz.run("broken", 1, 10, patience=2.0)
+    assert (len(outcome.crashed), len(outcome.hung), len(outcome.wrong)) == (1, 1, 2)
+    assert (outcome.mutations, outcome.continued) == (10, 6)
+    assert "--first 3 --count 1" in outcome.crashed[0] and "Fatal Python error: Aborted" in outcome.crashed[0]
+    assert "--first 5 --count 1" in outcome.hung[0]
+    assert "MemoryError" in outcome.wrong[0] and "another sample" in outcome.wrong[1]
+    assert "--target 'broken' --seed 1 --first 8 --count 1" in outcome.wrong[1]
+
+
+def test_a_wrong_continuation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the seal a state that was edited around a part of the source's own goes on elsewhere."""
+    monkeypatch.setattr(parts, "_seal_of", lambda *arguments: "00000000")
+    loaders = fuzz_states.Fuzzer("stateful of all epochs")
+    with pytest.raises(fuzz_states.Wrong, match="goes on with"):
+        for number in range(150):
+            loaders.check(1, number)
+
+
+def test_a_refusal_that_changes_something_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaders = fuzz_states.Fuzzer("dataloader")
+    load = loaders.loader.load_state_dict
+
+    def hasty(given: Any) -> None:
+        if isinstance(given, dict) and type(given.get("position")) is int and 0 <= given["position"] <= 22:
+            loaders.loader.seek(position=given["position"])
+        load(given)
+
+    monkeypatch.setattr(loaders.loader, "load_state_dict", hasty)
+    with pytest.raises(fuzz_states.Wrong, match="has changed the loader"):
+        for number in range(150):
+            loaders.check(1, number)
+
+
+def test_the_same_number_is_the_same_mutation() -> None:
+    states, other = fuzzer("dataloader"), fuzz_states.Fuzzer("dataloader")
+    # As text: what a tensor is pickled to has its storage's address in it.
+    both = ([repr(each.mutation(3, number)) for number in range(20)] for each in (states, other))
+    assert next(both) == next(both)
+    kinds = {kind for number in range(2000) for kind in states.mutation(2, number)[1].split(",")[0].split("+")}
+    assert kinds >= {kind.__name__ for kind in mutations.KINDS}
+
+
+# --- what it has found ---
+
+PLACED = [
+    "stateful", "stateful of all epochs", "stateful-dataloader", "datasets", "grain", "webdataset counted",
+    "webdataset-streams", "streaming", "combined of own states",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("target", PLACED)
+def test_a_place_that_was_edited_around_the_source_s_own_part_is_refused(target: str) -> None:
+    _skip_without(NEEDS.get(target, "torch"))
+    bases = fuzzer(target).bases
+    good, elsewhere = bases[1], bases[2]
+    assert good["detail"] and good["position"] != elsewhere["position"]
+    seedless = target in ("stateful", "combined of own states")
+    for change in (
+        {"position": elsewhere["position"]}, {"epoch": good["epoch"] + 1}, {"detail": elsewhere["detail"]},
+        {"detail": ""}, *([{"seed": good["seed"] ^ 1}] * seedless),
+    ):  # fmt: skip
+        loader = fuzz_states.TARGETS[target].make()
+        before = loader.state_dict()
+        with pytest.raises(StateCorruptError):
+            loader.load_state_dict(midepoch.reseal({**good, **change}))
+        assert loader.state_dict() == before
+        loader.close()
+
+
+def test_a_combination_s_parts_are_those_of_its_own_mode() -> None:
+    """Where another mode has led the same parts by the same step is another place."""
+    weighted, zipped = fuzz_states.mixed("weighted"), fuzz_states.mixed("max_size_cycle")
+    fuzz_states.first_batches(weighted, fuzz_states.whole)
+    other = weighted.state_dict()
+    fingerprint = zipped.state_dict()["fingerprint"]
+    with pytest.raises(StateCorruptError, match="does not belong to the state's position"):
+        zipped.load_state_dict(midepoch.reseal({**other, "fingerprint": fingerprint}))
+
+
+def test_a_combination_is_not_continued_under_another_seed_s_draws() -> None:
+    """Its parts stand where the draws of the state's own seed have led them."""
+    from support import sources
+
+    def make() -> Any:
+        parts = [midepoch.wrap(sources.noisy_loader(size), seed=5) for size in (22, 18)]
+        return midepoch.combine(parts, "weighted")
+
+    loader = make()
+    fuzz_states.first_batches(loader, fuzz_states.whole)
+    good = loader.state_dict()
+    make().load_state_dict(good)
+    with pytest.raises(StateCorruptError, match="does not belong to the state's position"):
+        make().load_state_dict(midepoch.reseal({**good, "seed": good["seed"] ^ 1}))
+
+
+def test_an_epoch_beyond_what_is_counted_is_refused() -> None:
+    """Samples of a webdataset are counted through all epochs."""
+    _skip_without("webdataset")
+    loaders = fuzzer("webdataset")
+    good = loaders.bases[1]
+    before = loaders.loader.state_dict()
+    for epoch in (1 << 57, (1 << 62) - 1):
+        with pytest.raises(StateCorruptError, match="which is too many"):
+            loaders.loader.load_state_dict(midepoch.reseal({**good, "epoch": epoch}))
+        assert loaders.loader.state_dict() == before
+    distant = midepoch.reseal({**good, "epoch": 1 << 50})
+    loaders.loader.load_state_dict(distant)
+    assert fuzz_states.first_batches(loaders.loader, fuzz_states.rows) == loaders.reference.of(distant)

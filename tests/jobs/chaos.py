@@ -1,0 +1,706 @@
+"""Training jobs that are killed again and again, to the end, and then compared with one that nobody disturbed.
+
+``python tests/jobs/chaos.py --backend dataloader --kills 500 --seed 1`` trains under torchrun's own agent, launched
+from a process that has imported everything, so that a start takes half a second. Each launch has another number of
+ranks and of workers; whoever is hit, and how, and in which part of the work, is drawn. What each rank received is
+written down step by step. A job must end with every sample of every epoch exactly once, with the same bits as in the
+undisturbed run, and with the same sum over all of them in the model that went through the snapshots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import mmap
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "2", "GLOO_SOCKET_IFNAME": "lo"}
+# Restarted workers must not find the addresses of those before them, as they would in the agent's store.
+os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+import numpy as np
+import torch
+import torch.distributed
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+import midepoch
+
+SIZE, GLOBAL_BATCH, EPOCHS, EVERY = 480, 12, 3, 3
+STEPS = SIZE // GLOBAL_BATCH * EPOCHS
+
+
+# --- the backends ----------------------------------------------------------------------------------------------------
+
+Samples = list[tuple[int, int]]  # number and checksum of each
+
+
+def rows(numbers: Any, *parts: Any) -> Samples:
+    """Each sample's number, with a checksum of all its bits."""
+    arrays = [np.ascontiguousarray(torch.as_tensor(part).numpy()) for part in parts]
+    return [
+        (int(number), zlib.crc32(b"".join(array[row].tobytes() for array in arrays)))
+        for row, number in enumerate(torch.as_tensor(numbers).flatten().tolist())
+    ]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A loader that is trained with.
+
+    Attributes:
+        source: what is wrapped, for a folder with data, a batch of each rank, a number of ranks and of workers.
+        samples: of a batch.
+        prepare: writes the data into a folder, in a process of its own.
+        worlds, workers: what is drawn from.
+        seed: of the wrapped loader; None for the source's own.
+        compiled: whether sources compile, which is then done once, before anything is forked.
+    """
+
+    source: Callable[[Path, int, int, int], Any]
+    samples: Callable[[Any], Samples]
+    prepare: Callable[[Path], None] = lambda folder: None
+    worlds: tuple[int, ...] = (1, 2, 3)
+    workers: tuple[int, ...] = (0, 1, 2)
+    seed: int | None = 5
+    compiled: bool = False
+
+
+def drawn(number: int) -> torch.Tensor:
+    return torch.tensor([number, random.random(), np.random.rand(), float(torch.rand(()))], dtype=torch.float64)
+
+
+class Noisy(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return drawn(index)
+
+
+class Exposing(IterableDataset[torch.Tensor]):
+    """Shows its sampler, and draws for each sample."""
+
+    def __init__(self) -> None:
+        self.sampler = RandomSampler(range(SIZE))
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.sampler_iterator = iter(self.sampler)
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        return drawn(next(self.sampler_iterator))
+
+
+def of_rows(batch: torch.Tensor) -> Samples:
+    return rows(batch[:, 0], batch)
+
+
+def dataloader(folder: Path, batch: int, world_size: int, workers: int) -> Any:
+    return DataLoader(Noisy(), batch, shuffle=True, num_workers=workers)
+
+
+def iterable(folder: Path, batch: int, world_size: int, workers: int) -> Any:
+    return DataLoader(Exposing(), batch, num_workers=workers)
+
+
+def stateful(folder: Path, batch: int, world_size: int, workers: int) -> Any:
+    from torch.utils.data import DistributedSampler
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    sampler: Any = DistributedSampler(range(SIZE), seed=3)  # type: ignore[arg-type]
+    return StatefulDataLoader(range(SIZE), batch, sampler=sampler, num_workers=workers)
+
+
+def write_shards(folder: Path) -> None:
+    import webdataset as wds
+
+    for shard in range(6):
+        with wds.TarWriter(str(folder / f"{shard}.tar")) as writer:
+            for number in range(SIZE * shard // 6, SIZE * (shard + 1) // 6):
+                writer.write({"__key__": f"{number:06}", "cls": str(number).encode(), "bin": b"-" * 512})
+
+
+def shard_sample(sample: dict[str, Any]) -> torch.Tensor:
+    return drawn(int(sample["cls"]))
+
+
+def stack(samples: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(samples))
+
+
+def webdataset(folder: Path, batch: int, world_size: int, workers: int) -> Any:
+    import webdataset as wds
+
+    dataset = wds.WebDataset(str(folder / "{0..5}.tar"), shardshuffle=6).shuffle(100).map(shard_sample)
+    return wds.WebLoader(dataset.batched(batch, collation_fn=stack), batch_size=None, num_workers=workers)
+
+
+def write_mds(folder: Path) -> None:
+    import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvision
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(folder / "data"), columns={"number": "int", "value": "float64"}, size_limit=4096) as writer:
+        for number in range(SIZE):
+            writer.write({"number": number, "value": number / 7})
+
+
+def streaming(folder: Path, batch: int, world_size: int, workers: int) -> Any:
+    import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvision
+    from streaming import StreamingDataLoader, StreamingDataset
+
+    class Drawing(StreamingDataset):  # type: ignore[misc]
+        def __getitem__(self, at: Any) -> Any:
+            sample = super().__getitem__(at)
+            return {**sample, "value": sample["value"] + random.random()}
+
+    dataset = Drawing(local=str(folder / "data"), batch_size=batch, shuffle=True, shuffle_seed=7)
+    return StreamingDataLoader(dataset, batch_size=batch, num_workers=workers)
+
+
+def of_numbers(batch: Any) -> Samples:
+    return rows(batch["number"], batch["value"])
+
+
+def write_pictures(folder: Path) -> None:
+    from PIL import Image
+
+    generator = np.random.default_rng(0)
+    for number in range(SIZE):
+        Image.fromarray(generator.integers(0, 255, (24, 24, 3), np.uint8)).save(folder / f"{number:03}.jpg")
+
+
+def dali_iterator(folder: Path, batch: int, world_size: int, native: bool) -> Any:
+    from nvidia.dali import fn, pipeline_def
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator
+
+    from midepoch.adapters import dali
+
+    paths = [str(folder / f"{number:03}.jpg") for number in range(SIZE)]
+    rank = midepoch.World.current().rank
+
+    @pipeline_def(batch_size=batch, num_threads=1, device_id=None, seed=12)
+    def pipeline() -> Any:
+        if native:
+            encoded, number = fn.readers.file(
+                files=paths, labels=list(range(SIZE)), random_shuffle=True, name="Reader", shard_id=rank,
+                num_shards=world_size,
+            )  # fmt: skip
+            return fn.crop_mirror_normalize(fn.decoders.image(encoded), mirror=fn.random.coin_flip()), number
+        encoded, number = dali.readers.file(files=paths, labels=list(range(SIZE)), random_shuffle=True)
+        images = fn.decoders.image_slice(encoded, *dali.random.crop_window(encoded), axis_names="HW")
+        images = fn.resize(images, resize_x=12, resize_y=12)
+        return fn.crop_mirror_normalize(images, mirror=dali.random.coin_flip()), number
+
+    reader = {"reader_name": "Reader"} if native else {}
+    return DALIGenericIterator([pipeline()], ["data", "number"], **reader)
+
+
+def dali_sampled(folder: Path, batch: int, world_size: int, workers: int) -> Any:
+    return dali_iterator(folder, batch, world_size, native=False)
+
+
+def dali_native(folder: Path, batch: int, world_size: int, workers: int) -> Any:
+    return dali_iterator(folder, batch, world_size, native=True)
+
+
+def of_dali(batch: Any) -> Samples:
+    return [sample for part in batch for sample in rows(part["number"], part["data"])]
+
+
+def write_beton(folder: Path) -> None:
+    from ffcv.fields import IntField, RGBImageField
+
+    from support import ffcv_sources
+
+    fields = {"image": RGBImageField(), "label": IntField()}
+    ffcv_sources.write(folder / "data.beton", ffcv_sources.Images(SIZE, 16), fields)
+
+
+@functools.cache
+def ffcv(folder: Path, batch: int, world_size: int, workers: int) -> Any:
+    from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
+    from ffcv.loader import Loader, OrderOption
+    from ffcv.transforms import ToTensor
+
+    pipelines = {"image": [RandomResizedCropRGBImageDecoder((12, 12)), ToTensor()], "label": [IntDecoder(), ToTensor()]}
+    return Loader(
+        str(folder / "data.beton"), batch, num_workers=1, order=OrderOption.RANDOM, seed=4, pipelines=pipelines,
+    )  # fmt: skip
+
+
+def of_pairs(batch: Any) -> Samples:
+    return rows(batch[1], batch[0])
+
+
+BACKENDS = {
+    "dataloader": Backend(dataloader, of_rows),
+    "iterable": Backend(iterable, of_rows),
+    "stateful": Backend(stateful, lambda batch: rows(batch, batch), worlds=(2,), workers=(1,), seed=None),
+    "webdataset": Backend(webdataset, of_rows, write_shards),
+    "streaming": Backend(streaming, of_numbers, write_mds, seed=None),
+    "dali": Backend(dali_sampled, of_dali, write_pictures, workers=(0,)),
+    "dali-native": Backend(dali_native, of_dali, write_pictures, worlds=(2,), workers=(0,), seed=None),
+    "ffcv": Backend(ffcv, of_pairs, write_beton, workers=(0,), compiled=True),
+}
+
+
+def skipping(folder: Path, batch: int, world_size: int, workers: int) -> Any:
+    """Goes on one batch too late after a load."""
+    loader = midepoch.wrap(dataloader(folder, batch, world_size, 0), seed=5)
+    load = loader.load_state_dict
+
+    def load_too_far(state: Any) -> None:
+        load(state)
+        loader.seek(position=min(loader.position + GLOBAL_BATCH, SIZE))
+
+    loader.load_state_dict = load_too_far  # type: ignore[method-assign]
+    return loader
+
+
+def changing(folder: Path, batch: int, world_size: int, workers: int) -> Any:
+    """Gives other bits each time."""
+    return midepoch.wrap(DataLoader(Noisy(), batch, shuffle=True), seed=5, randomness="none")
+
+
+BROKEN = {"skipping": Backend(skipping, of_rows), "changing": Backend(changing, of_rows)}
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+PARTS = ("starting", "building", "loading", "in a batch", "between batches", "saving")
+_RANKS = max(max(backend.worlds) for backend in BACKENDS.values())
+
+
+class Board:
+    """What ranks tell whoever hits them, in memory that all share: each its process, its part of the work, its step."""
+
+    def __init__(self) -> None:
+        self._numbers = np.frombuffer(mmap.mmap(-1, 8 * 3 * _RANKS), np.int64).reshape(_RANKS, 3)
+
+    def clear(self) -> None:
+        self._numbers[:] = 0
+
+    def tell(self, rank: int, part: str, step: int = 0) -> None:
+        self._numbers[rank, 1:] = PARTS.index(part), step
+        self._numbers[rank, 0] = os.getpid()
+
+    def parts(self) -> dict[int, tuple[int, str, int]]:
+        """Of each rank that has begun."""
+        return {
+            rank: (pid, PARTS[part], step)
+            for rank, (pid, part, step) in enumerate(self._numbers.tolist())
+            if pid and Path(f"/proc/{pid}").exists()
+        }
+
+
+class Model(torch.nn.Module):
+    """Sums up all samples it sees, step by step, in integers that wrap around: equal on every number of ranks."""
+
+    total: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros((), dtype=torch.int64))
+
+    def learn(self, samples: Samples, step: int) -> None:
+        gradient = torch.tensor(sum((number + 1) * checksum for number, checksum in samples) % (1 << 60))
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(gradient)
+        self.total += gradient * step
+
+
+def train(backend: Backend, data: Path, folder: Path, workers: int, board: Board) -> None:
+    """One rank, until the last epoch ends or it is asked to leave."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent's own is inherited by what is forked
+    torch.set_num_threads(1)
+    world = midepoch.World.current()
+    rank = world.rank
+    board.tell(rank, "starting")
+    distributed = "WORLD_SIZE" in os.environ
+    if distributed:
+        torch.distributed.init_process_group("gloo")
+    log = os.open(folder / f"log-{time.time_ns()}-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
+    board.tell(rank, "building")
+    source = backend.source(data, GLOBAL_BATCH // world.world_size, world.world_size, workers)
+    loader = midepoch.wrap(source, seed=backend.seed)
+    model = Model()
+    snapshot = midepoch.Snapshot(folder / "snapshot.pt", every=EVERY, model=model, data=loader)
+    board.tell(rank, "loading")
+    try:
+        snapshot.load()
+        while loader.epoch < EPOCHS:
+            for batch in loader:
+                step = snapshot.steps + 1
+                board.tell(rank, "in a batch", step)
+                samples = backend.samples(batch)
+                line = {"step": step, "rank": rank, "ranks": world.world_size, "samples": samples}
+                os.write(log, (json.dumps(line) + "\n").encode())
+                time.sleep(0.003)
+                model.learn(samples, step)
+                board.tell(rank, "saving" if step % EVERY == 0 else "between batches", step)
+                snapshot.step()
+                board.tell(rank, "between batches", step)
+        os.write(log, (json.dumps({"total": int(model.total), "steps": snapshot.steps}) + "\n").encode())
+    except SystemExit:
+        # Torchrun's processes just end. A function that returns waits for what the agent says, and no signal ends that.
+        os._exit(0 if not distributed else 3)
+    snapshot.close()
+    loader.close()
+    if distributed:
+        torch.distributed.destroy_process_group()
+
+
+def in_a_child(function: Callable[[], object], output: Path) -> int:
+    """The process that runs this, in a session of its own, with all that it prints in a file."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.setsid()
+        printed = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for stream in (1, 2):
+            os.dup2(printed, stream)
+        function()
+        status = 0
+    except BaseException:  # noqa: BLE001  # nothing of this may go on in the copy of whoever forked
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+# Who is hit, with what; a machine is all processes of the job at once.
+FAULTS = (
+    "SIGKILL to a rank", "SIGTERM to a rank", "SIGSTOP, then SIGKILL to a rank", "SIGKILL to a worker of a loader",
+    "SIGKILL to the agent, later to its ranks", "SIGTERM to the agent", "SIGKILL to the machine",
+)  # fmt: skip
+_WEIGHTS = (6, 3, 3, 3, 2, 2, 3)
+_SECONDS = {"starting": 0.1, "building": 0.1, "loading": 0.01, "in a batch": 0.008, "between batches": 0.002,
+            "saving": 0.006}  # fmt: skip
+
+
+def children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def hit(fault: str, agent: int, rank: int, generator: random.Random) -> str:
+    """Returns what was done in truth: a rank without workers is killed itself."""
+    kill = contextlib.suppress(ProcessLookupError)
+    if fault == "SIGKILL to a worker of a loader":
+        workers = children(rank)
+        if not workers:
+            fault = "SIGKILL to a rank"
+        else:
+            with kill:
+                os.kill(generator.choice(workers), signal.SIGKILL)
+    with kill:
+        if fault == "SIGKILL to a rank":
+            os.kill(rank, signal.SIGKILL)
+        elif fault == "SIGTERM to a rank":
+            os.kill(rank, signal.SIGTERM)
+        elif fault == "SIGSTOP, then SIGKILL to a rank":
+            os.kill(rank, signal.SIGSTOP)
+            time.sleep(generator.uniform(0, 0.2))
+            os.kill(rank, signal.SIGKILL)
+        elif fault == "SIGKILL to the agent, later to its ranks":
+            os.kill(agent, signal.SIGKILL)
+            time.sleep(generator.uniform(0, 0.1))
+            os.killpg(agent, signal.SIGKILL)
+        elif fault == "SIGTERM to the agent":
+            os.kill(agent, signal.SIGTERM)
+        elif fault == "SIGKILL to the machine":
+            os.killpg(agent, signal.SIGKILL)
+    return fault
+
+
+# --- one job after the other ------------------------------------------------------------------------------------------
+
+
+class Wrong(AssertionError):  # noqa: N818  # a verdict
+    """A sample was lost, repeated or different, or a job did not end."""
+
+
+@dataclass
+class Tally:
+    """What happened.
+
+    Attributes:
+        deaf: agents that lost a SIGTERM and were killed later, as schedulers do it.
+    """
+
+    faults: Counter[str] = field(default_factory=Counter)
+    parts: Counter[str] = field(default_factory=Counter)
+    worlds: Counter[str] = field(default_factory=Counter)
+    jobs: int = 0
+    launches: int = 0
+    deaf: int = 0
+    steps_again: int = 0
+    samples: int = 0
+
+    @property
+    def kills(self) -> int:
+        return sum(self.faults.values())
+
+
+# Torch's agent raises what ends it from its handler of signals; while Python runs the functions that frame a fork, such
+# as those of logging's locks, an exception is printed and dropped, and the agent goes on, perhaps with a lock held.
+_LOST_SIGNAL = re.compile(r"^Exception ignored in.*?SignalException", re.MULTILINE | re.DOTALL)
+
+
+class Chaos:
+    """Jobs of one backend in a folder that is removed at the end."""
+
+    def __init__(self, name: str, seed: int, folder: Path) -> None:
+        self.backend, self.random = (BACKENDS | BROKEN)[name], random.Random(seed)
+        self.folder, self.board = folder, Board()
+        self.tally = Tally()
+        self.data = folder / "data"
+        self.data.mkdir()
+        os.environ["MIDEPOCH_CACHE"] = str(folder / "cache")
+        # Writers fork and start threads, which must not be in the process that everything is forked from.
+        command = [sys.executable, __file__, "--prepare", str(self.data), "--backend", name]
+        subprocess.run(command, check=True, timeout=300)
+        if self.backend.compiled:
+            for size in self.backend.worlds:
+                source = self.backend.source(self.data, GLOBAL_BATCH // size, size, 0)
+                deque(midepoch.wrap(source, seed=self.backend.seed), 0)
+        whole = folder / "whole"
+        whole.mkdir()
+        self.whole: dict[int, Samples] = {}
+        self.total: int | None = None
+        if len(self.backend.worlds) > 1:
+            run = functools.partial(train, self.backend, self.data, whole, 0, self.board)
+            if os.waitpid(in_a_child(run, whole / "output"), 0)[1]:
+                raise Wrong(f"the undisturbed run failed: {(whole / 'output').read_text()[-3000:]}")
+        else:
+            agent = self.launch(whole, self.backend.worlds[0], self.backend.workers[0], 0)
+            self.wait(agent, whole)
+        self.whole, self.total = self.read(whole)
+        if len(self.whole) != STEPS or self.total is None:
+            raise Wrong(f"the undisturbed run made {len(self.whole)} steps: {(whole / 'output').read_text()[-3000:]}")
+        for epoch in range(EPOCHS):
+            steps = range(epoch * STEPS // EPOCHS + 1, (epoch + 1) * STEPS // EPOCHS + 1)
+            if sorted(number for step in steps for number, _ in self.whole[step]) != list(range(SIZE)):
+                raise Wrong(f"the undisturbed run does not give each sample once in epoch {epoch}")
+
+    def launch(self, folder: Path, ranks: int, workers: int, restarts: int) -> int:
+        self.board.clear()
+        output = folder / "output"
+        self.said = output.stat().st_size if output.exists() else 0
+        configuration = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id="chaos", rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0", max_restarts=restarts, monitor_interval=0.02, start_method="fork",
+        )  # fmt: skip
+        launched = functools.partial(
+            elastic_launch(configuration, train), self.backend, self.data, folder, workers, self.board
+        )
+        return in_a_child(launched, output)
+
+    def wait(self, agent: int, folder: Path, seconds: float = 60, patient: bool = True) -> None:
+        """Until its launch is over; whatever is left of it is killed."""
+        until = time.monotonic() + seconds
+        while os.waitpid(agent, os.WNOHANG)[0] == 0:
+            if time.monotonic() > until:
+                os.killpg(agent, signal.SIGKILL)
+                os.waitpid(agent, 0)
+                if not patient:
+                    return
+                said = (folder / "output").read_bytes()[self.said :].decode(errors="replace")
+                if _LOST_SIGNAL.search(said):
+                    self.tally.deaf += 1
+                    return
+                raise Wrong(f"a launch did not end within {seconds:.0f} s: {said[-3000:]}")
+            time.sleep(0.01)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(agent, signal.SIGKILL)
+
+    def job(self, kills: int) -> None:
+        """From nothing to the end, hit as often as that takes, and at most so many times."""
+        folder = self.folder / f"job{self.tally.jobs}"
+        folder.mkdir()
+        idle, before = 0, -1
+        while True:
+            done, total = self.read(folder)
+            if total is not None:
+                break
+            idle = idle + 1 if len(done) == before else 0
+            before = len(done)
+            if idle > 60:
+                raise Wrong(f"no progress in {idle} launches: {(folder / 'output').read_text()[-3000:]}")
+            if self.random.random() < 0.3:
+                shutil.rmtree(self.folder / "cache", ignore_errors=True)
+            ranks, workers = self.random.choice(self.backend.worlds), self.random.choice(self.backend.workers)
+            restarts = 2 if self.random.random() < 0.1 else 0
+            self.tally.launches += 1
+            self.tally.worlds[str(ranks)] += 1
+            agent = self.launch(folder, ranks, workers, restarts)
+            for _ in range(1 + restarts):
+                if self.tally.kills < kills:
+                    self.disturb(agent)
+            # Whoever is left is killed after a moment, as most schedulers do it, or notices by itself. A rank's worker
+            # processes keep its connections open for some seconds after it.
+            if not restarts and self.random.random() < 0.75 and self.tally.kills < kills:
+                self.wait(agent, folder, self.random.uniform(0, 0.5), patient=False)
+            else:
+                self.wait(agent, folder)
+        if total != self.total or done != self.whole:
+            raise Wrong(f"a job ended with {total}, and not with {self.total}")
+        self.tally.jobs += 1
+        self.tally.samples += SIZE * EPOCHS
+        shutil.rmtree(folder)
+
+    def disturb(self, agent: int) -> None:
+        """Waits for a part of the work that was drawn, at a step that was drawn; then a little, and hits."""
+        fault = self.random.choices(FAULTS, _WEIGHTS)[0]
+        part, steps = self.random.choice(PARTS), self.random.randrange(1, 20)
+        delay = self.random.uniform(0, 2 * _SECONDS[part])
+        first, until = None, time.monotonic() + 30
+        while os.waitid(os.P_PID, agent, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            found = self.board.parts()
+            at = max((step for _, _, step in found.values()), default=0)
+            first = at if first is None and at else first
+            ready = PARTS.index(part) < PARTS.index("in a batch") or (first is not None and at >= first + steps)
+            suited = [pid for pid, now, _ in found.values() if now == part]
+            # A part that is over before it is seen, as loading may be, is made up for by whatever follows.
+            late = first is not None and PARTS.index(part) < PARTS.index("in a batch")
+            if (ready and suited) or (late and found):
+                time.sleep(delay)
+                pid, now, _ = self.random.choice(list(self.board.parts().values()) or list(found.values()))
+                self.tally.faults[hit(fault, agent, pid, self.random)] += 1
+                self.tally.parts[now] += 1
+                return
+            if time.monotonic() > until:
+                return
+            time.sleep(0.0003)
+
+    def read(self, folder: Path) -> tuple[dict[int, Samples], int | None]:
+        """What all ranks together had at each step, and the model's total at the end, if it came to that."""
+        found: dict[tuple[int, int], dict[int, Samples]] = {}
+        total: int | None = None
+        made: Counter[tuple[int, int, int]] = Counter()
+        for path in sorted(folder.glob("log-*"), key=lambda path: int(path.name.split("-")[1])):
+            for line in path.read_text().splitlines():
+                event = json.loads(line)
+                if "total" in event:
+                    if total not in (None, event["total"]) or event["steps"] != STEPS:
+                        raise Wrong(f"ranks end with {total} and {event}")
+                    total = event["total"]
+                    continue
+                key = event["step"], event["ranks"]
+                samples = [(number, checksum) for number, checksum in event["samples"]]
+                made[*key, event["rank"]] += 1
+                if found.setdefault(key, {}).setdefault(event["rank"], samples) != samples:
+                    raise Wrong(f"step {key[0]} on {key[1]} ranks differs when it is made again")
+                if self.whole and not set(samples) <= set(self.whole.get(event["step"], ())):
+                    raise Wrong(f"step {key[0]} on {key[1]} ranks has other samples, or other bits, than undisturbed")
+        steps: dict[int, Samples] = {}
+        for (step, ranks), parts in sorted(found.items()):
+            if len(parts) == ranks:
+                together = sorted(sample for samples in parts.values() for sample in samples)
+                if steps.setdefault(step, together) != together:
+                    raise Wrong(f"step {step} differs on {ranks} ranks")
+        if total is not None:
+            self.tally.steps_again += sum(made.values()) - len(made)
+        return steps, total
+
+
+def run(name: str, kills: int, seed: int) -> dict[str, Any]:
+    """Jobs until so many kills were survived.
+
+    Raises:
+        Wrong: a sample was lost, repeated or different, or a launch hung.
+    """
+    folder, started = Path(tempfile.mkdtemp(prefix=f"midepoch-chaos-{name}-")), time.monotonic()
+    chaos = Chaos(name, seed, folder)
+    while chaos.tally.kills < kills:
+        chaos.job(kills)
+        minutes = (time.monotonic() - started) / 60
+        print(f"{chaos.tally.jobs} jobs, {chaos.tally.kills} kills, {minutes:.0f} min", file=sys.stderr, flush=True)
+    shutil.rmtree(folder)
+    tally = chaos.tally
+    return {
+        "backend": name, "seed": seed, "kills": tally.kills, "jobs": tally.jobs, "launches": tally.launches,
+        "samples": tally.samples, "steps_again": tally.steps_again, "deaf_agents": tally.deaf,
+        "lost": 0, "repeated": 0, "different": 0,
+        "faults": dict(tally.faults), "parts": dict(tally.parts), "ranks": dict(tally.worlds),
+        "seconds": round(time.monotonic() - started),
+    }  # fmt: skip
+
+
+def table(path: Path) -> str:
+    """Of what `--json` has collected in a file, as Markdown."""
+    lines = [
+        "| backend | kills | launches | jobs done | ranks | samples | lost | repeated | different | "
+        "in a batch / between / saving / loading / building / starting | minutes | seed |",
+        f"|{'---|' * 12}",
+    ]
+    for row in json.loads(path.read_text()):
+        struck = " / ".join(
+            str(row["parts"].get(part, 0))
+            for part in ("in a batch", "between batches", "saving", "loading", "building", "starting")
+        )
+        lines.append(
+            f"| {row['backend']} | {row['kills']} | {row['launches']} | {row['jobs']} | "
+            f"{', '.join(sorted(row['ranks']))} | {row['samples']:,} | {row['lost']} | {row['repeated']} | "
+            f"{row['different']} | {struck} | {row['seconds'] / 60:.0f} | {row['seed']} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--backend", choices=[*BACKENDS, *BROKEN])
+    action.add_argument("--table", type=Path, help="print a file of counts as Markdown")
+    parser.add_argument("--kills", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="a file to which the counts are added, in place of earlier ones")
+    parser.add_argument("--prepare", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.table:
+        print(table(options.table))
+        return
+    if options.prepare:
+        (BACKENDS | BROKEN)[options.backend].prepare(options.prepare)
+        return
+    try:
+        counts = run(options.backend, options.kills, options.seed)
+    except Wrong as wrong:
+        told = f"--backend {options.backend} --kills {options.kills} --seed {options.seed}"
+        sys.exit(f"{wrong}\nAgain: python tests/jobs/chaos.py {told}")
+    print(json.dumps(counts))
+    if options.json:
+        rows = json.loads(options.json.read_text()) if options.json.exists() else []
+        again = options.backend, options.seed
+        rows = [row for row in rows if (row["backend"], row["seed"]) != again] + [counts]
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Training jobs of each backend, killed until they are done, 500 times in the long form: see chaos.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import chaos
+import pytest
+import torch.distributed.elastic.multiprocessing.api
+
+LONG = bool(os.environ.get("MIDEPOCH_CHAOS"))
+# The others resume as this one does. Parts of a state that only their rank knows are killed in test_processes, and what
+# killed processes leave in shared memory in test_faults.
+SHORT = ("dataloader",)
+NEEDED = {"stateful": "torchdata", "webdataset": "webdataset", "streaming": "streaming", "dali": "nvidia.dali",
+          "dali-native": "nvidia.dali", "ffcv": "ffcv"}  # fmt: skip
+
+
+def survived(backend: str, kills: int, folder: Path) -> dict[str, Any]:
+    needed = NEEDED.get(backend)
+    if needed is not None and importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
+    command = [sys.executable, chaos.__file__, "--backend", backend, "--kills", str(kills), "--seed", "1"]
+    done = subprocess.run(
+        [*command, "--json", str(folder / "counts.json")], capture_output=True, text=True, timeout=60 + 10 * kills
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    (counts,) = json.loads((folder / "counts.json").read_text())
+    assert chaos.table(folder / "counts.json").splitlines()[-1].startswith(f"| {backend} | {counts['kills']} |")
+    return dict(counts)
+
+
+@pytest.mark.parametrize(
+    "backend", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in chaos.BACKENDS]
+)
+def test_a_job_that_is_killed_until_it_is_done_misses_and_repeats_nothing(backend: str, tmp_path: Path) -> None:
+    kills = 500 if LONG else 3
+    counts = survived(backend, kills, tmp_path)
+    assert counts["kills"] >= kills and counts["samples"] >= chaos.SIZE * chaos.EPOCHS
+
+
+@pytest.mark.parametrize(
+    ("backend", "problem"),
+    [
+        pytest.param("skipping", "has other samples, or other bits", marks=pytest.mark.long),
+        pytest.param("changing", "differs when it is made", marks=pytest.mark.long),
+    ],
+)
+def test_a_loader_that_is_wrong_is_found_and_how_to_see_it_again_is_said(backend: str, problem: str) -> None:
+    command = [sys.executable, chaos.__file__, "--backend", backend, "--kills", "30", "--seed", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    assert problem in done.stderr or "has other samples, or other bits" in done.stderr
+    assert f"Again: python tests/jobs/chaos.py --backend {backend} --kills 30 --seed 2" in done.stderr
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_agent_that_lost_its_signal_is_told_from_a_job_that_hangs(tmp_path: Path, lost: bool) -> None:
+    """Torch's agent raises in its handler; Python drops that from the functions that frame a fork."""
+
+    def agent() -> None:
+        sys.stderr, sys.unraisablehook = sys.__stderr__, sys.__unraisablehook__  # not pytest's
+        signal.signal(signal.SIGTERM, torch.distributed.elastic.multiprocessing.api._terminate_process_handler)
+        if lost:
+            os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))
+            if os.fork() == 0:
+                os._exit(0)
+        time.sleep(60)
+
+    watching = object.__new__(chaos.Chaos)
+    watching.tally, watching.said = chaos.Tally(), 0
+    pid = chaos.in_a_child(agent, tmp_path / "output")
+    if lost:
+        watching.wait(pid, tmp_path, seconds=2)
+        assert "SignalException" in (tmp_path / "output").read_text()
+    else:
+        with pytest.raises(chaos.Wrong, match="did not end within 2 s"):
+            watching.wait(pid, tmp_path, seconds=2)
+    assert watching.tally.deaf == lost

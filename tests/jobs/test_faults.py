@@ -1,0 +1,725 @@
+"""Faults of the machine: full and read-only disks, reads and servers that fail, killed workers, clocks, forks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import multiprocessing
+import multiprocessing.resource_sharer
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import midepoch
+from midepoch import Snapshot, SnapshotError, SourceError
+from midepoch.reading.workers import WorkerAnswers
+from support import fault_sources as faults
+from support import sources
+from support.places import TESTS
+
+CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
+HERE = Path(__file__).parent
+
+pytestmark = faults.QUIET
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MIDEPOCH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def shards(folder: Path, counts: tuple[int, ...] = (4, 6, 0, 7, 3), size: int = 0) -> list[str]:
+    pytest.importorskip("webdataset", reason="webdataset is not installed")
+    from support import webdataset_sources
+
+    return webdataset_sources.make_shards(folder, list(counts), size)
+
+
+def indexed(urls: list[str], workers: int = 0, **settings: Any) -> Any:
+    import webdataset as wds
+    from fault_job import contents
+
+    dataset = wds.WebDataset(urls, shardshuffle=9).shuffle(20).map(contents).batched(3, collation_fn=list)
+    return midepoch.wrap(DataLoader(dataset, batch_size=None, num_workers=workers), seed=1, **settings)
+
+
+def model(value: float = 0.0) -> torch.nn.Module:
+    made = torch.nn.Linear(100, 100)  # 40 kB
+    torch.nn.init.constant_(made.weight, value)
+    return made
+
+
+# --- disks ---
+
+
+@faults.AS_ROOT
+@pytest.mark.parametrize("why", ["full", "read-only"])
+def test_a_snapshot_on_a_disk_that_takes_no_more(why: str, tmp_path: Path) -> None:
+    with faults.disk(tmp_path / "disk", "300k") as disk:
+        with Snapshot(disk / "snapshot.pt", model=model(1), signals=()) as snapshot:
+            snapshot.steps = 1
+            snapshot.save()
+        if why == "full":
+            faults.fill(disk)
+        else:
+            faults.read_only(disk)
+        before = (disk / "snapshot.pt").read_bytes()
+        with Snapshot(disk / "snapshot.pt", model=model(2), signals=()) as snapshot:
+            assert snapshot.load()
+            cure = {"full": r"has room \(0 MiB are free\)", "read-only": "let this process write to .*/disk, or"}[why]
+            with pytest.raises(SnapshotError, match=rf"the previous snapshot is unchanged: .*; .*{cure}"):
+                snapshot.save()
+            assert (disk / "snapshot.pt").read_bytes() == before
+            assert not list(disk.glob("*.draft"))
+            faults.read_only(disk, False)
+            (disk / "filler").unlink(missing_ok=True)
+            snapshot.save()  # when there is room again, the same run goes on
+
+
+@faults.AS_ROOT
+@pytest.mark.parametrize("why", ["full", "read-only"])
+def test_indexes_on_a_disk_that_takes_no_more(why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    urls = shards(tmp_path / "shards")
+    whole = list(indexed(urls))
+    with faults.disk(tmp_path / "disk", "300k") as disk:
+        kept = list(indexed(urls[:2], index_cache=disk))
+        assert len(list(disk.glob("*/*.index"))) == 2
+        if why == "full":
+            faults.fill(disk)
+        else:
+            faults.read_only(disk)
+        caplog.clear()
+        assert list(indexed(urls, index_cache=disk)) == whole
+        told = [each.getMessage() for each in caplog.records if each.name == "midepoch.webdataset"]
+        assert len(told) == 1, "once, however many shards there are"
+        assert "cannot be kept" in told[0] and "set MIDEPOCH_CACHE or index_cache= to a folder with space" in told[0]
+        assert list(indexed(urls[:2], index_cache=disk)) == kept
+        assert len(list(disk.glob("*/*.index"))) == 2 and not list(disk.glob("*/*.part"))
+
+
+@faults.AS_ROOT
+def test_a_user_who_may_not_write(tmp_path: Path) -> None:
+    """Neither to the snapshot's folder nor to the cache of indexes, which belong to another user."""
+    urls = shards(tmp_path / "shards")
+    whole = list(indexed(urls))
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(mode=0o755)
+
+    def work() -> None:
+        logged: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("midepoch.webdataset").addHandler(handler)
+        assert list(indexed(urls, index_cache=theirs)) == whole
+        assert len(logged) == 1 and "Permission denied" in logged[0]
+        with (
+            Snapshot(theirs / "snapshot.pt", model=model(), signals=()) as snapshot,
+            pytest.raises(SnapshotError, match="let this process write to"),
+        ):
+            snapshot.save()
+
+    faults.as_nobody(tmp_path, work)
+
+
+# --- reads of local files ---
+
+
+def prepare_webdataset(folder: Path) -> None:
+    shards(folder / "data", (9, 0, 14, 7, 11), size=40000)
+
+
+def prepare_compressed(folder: Path) -> None:
+    from support import webdataset_sources
+
+    for url in webdataset_sources.compress(shards(folder / "data", (9, 3, 14, 7, 11), size=40000)):
+        Path(url.removesuffix(".gz")).unlink()
+
+
+def prepare_ffcv(folder: Path) -> None:
+    # Not ffcv itself, which would start numba with another number of threads.
+    ffcv_sources = pytest.importorskip("support.ffcv_sources", reason="ffcv is not installed")
+
+    (folder / "data").mkdir()
+    shutil.copy(ffcv_sources.file("pages"), folder / "data" / "raw.beton")
+
+
+def prepare_streaming(folder: Path) -> None:
+    import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvision
+
+    pytest.importorskip("streaming", reason="mosaicml-streaming is not installed")
+    from support import streaming_sources
+
+    shutil.copytree(streaming_sources.written(40), folder / "data")
+
+
+def prepare_snapshot(folder: Path) -> None:
+    (folder / "data").mkdir()
+
+
+# Errors of a data set's own code reach the user as they are: those of Streaming are its own.
+STREAMING_S_OWN = ("eio: OSError", "short: IndexError", "short: ValueError")
+
+
+@pytest.mark.parametrize(
+    ("source", "workers", "prepare", "others"),
+    [
+        ("webdataset", 0, prepare_webdataset, ()),
+        ("webdataset", 2, prepare_webdataset, ()),
+        pytest.param("webdataset", 0, prepare_compressed, (), marks=pytest.mark.long),
+        pytest.param("ffcv", 2, prepare_ffcv, (), marks=pytest.mark.skipif(not CHAOS, reason="FFCV compiles for long")),
+        pytest.param("streaming", 0, prepare_streaming, STREAMING_S_OWN, marks=pytest.mark.long),
+        ("snapshot", 0, prepare_snapshot, ()),
+    ],
+    ids=["webdataset", "webdataset-workers", "webdataset-streamed", "ffcv", "streaming", "snapshot"],
+)
+def test_reads_that_fail_give_the_same_batches_or_an_error(
+    source: str, workers: int, prepare: Callable[[Path], None], others: tuple[str, ...], tmp_path: Path
+) -> None:
+    prepare(tmp_path)
+    environment = {**faults.shim(tmp_path), "FAULT_PATH": str(tmp_path / "data")}
+    arguments = (source, str(tmp_path), str(workers), str(200 if CHAOS else 8))
+    run = faults.run_self(str(HERE / "fault_job.py"), *arguments, environment=environment)
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout.splitlines()[-1])
+    print(source, workers, told)
+    assert told["wrong"] == 0, told
+    for outcome in told["outcomes"]:
+        fault, _, what = outcome.partition(": ")
+        expected = ("exact", "the newest", "the one before, told")
+        typed = what in ("SourceError", "TarError", "SnapshotError") and fault == "eio"
+        assert what in expected or typed or outcome.startswith(others or "-"), told
+    assert any(each.startswith("eio: ") and "exact" not in each for each in told["outcomes"]), "some must have failed"
+
+
+def test_pages_of_ffcv_are_read_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FFCV's own threads take what a reading gave for the page, and samples were silently wrong."""
+    prepare_ffcv(tmp_path)
+    from fault_job import known
+
+    from support import ffcv_sources
+
+    source = ffcv_sources.make(path=str(tmp_path / "data" / "raw.beton"), os_cache=False)
+    whole = [known(batch) for batch in midepoch.wrap(source, seed=1)]
+    real = os.preadv
+    for fault in ("short", "eio", "cut"):
+        calls = itertools.count(1)
+
+        def preadv(file: int, buffers: list[memoryview], at: int, fault: str = fault, calls: Any = calls) -> int:
+            if next(calls) == 6 and fault != "short":
+                if fault == "eio":
+                    raise OSError(5, "Input/output error")
+                return 0
+            half = buffers[0][: 1 + len(buffers[0]) // 2]
+            return real(file, [half] if fault == "short" else buffers, at)
+
+        loader = midepoch.wrap(source, seed=1)
+        batches, got = iter(loader), list[Any]()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "preadv", preadv)
+            if fault == "short":
+                got.extend(known(batch) for batch in batches)
+                assert next(calls) > 20
+            else:
+                with pytest.raises(SourceError, match=r"could not be read at byte|was cut off while it was read"):
+                    got.extend(known(batch) for batch in batches)
+                assert got == whole[: len(got)] and len(got) < len(whole)
+        got.extend(known(batch) for batch in batches)  # the next one is the one that was not given
+        assert got == whole, fault
+
+
+# --- a server that is out of order ---
+
+
+def test_a_server_out_of_order_gives_the_same_batches_or_an_error(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
+    aiohttp = pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+    names = [Path(url).name for url in shards(tmp_path / "shards", (5, 3, 6, 4), size=30000)]
+    server = faults.Server(tmp_path / "shards", seed=11)
+    patience = fsspec.config.conf.get("http")
+    fsspec.config.conf["http"] = {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=0.5)}}
+    try:
+        whole = list(indexed([f"{server.url}/{name}" for name in names]))
+        refused = resumed = 0
+        for turn in range(60 if CHAOS else 8):
+            workers = 2 if turn % 4 == 3 else 0
+            urls = [f"{server.url}/{name}" for name in names]
+            settings = {"index_cache": tmp_path / f"cache{turn % 2 and turn}"}
+            loader, got = None, []
+            server.often = 0.05 if turn % 2 else 0.2
+            # A server that ignores ranges, or says that a shard is empty, is believed: it may be so.
+            server.faults = ("500", "reset", "cut", "stall")
+            while loader is None:
+                try:
+                    loader = indexed(urls, workers, **settings)
+                except SourceError:
+                    refused += 1
+                    server.often /= 2
+            assert loader.capabilities.rank_independent, "a fault must not make streams of what is indexed"
+            batches, server.faults = iter(loader), server.FAULTS
+            for attempt in itertools.count():
+                try:
+                    got.extend(batches)
+                    break
+                except SourceError:
+                    state = loader.state_dict()
+                    assert state["position"] == sum(map(len, got))
+                    resumed += 1
+                    if attempt > 3:
+                        server.often = 0.0
+                    if attempt % 2:
+                        loader.close()
+                        server.often, often = 0.0, server.often
+                        loader = indexed(urls, workers, **settings)
+                        loader.load_state_dict(state)
+                        batches, server.often = iter(loader), often
+            loader.close()
+            assert got == whole, f"turn {turn}"
+        server.often = 0.0
+        print(f"{refused} times refused at once, {resumed} resumes, failures: {server.failed}")
+        assert resumed > 2 and sum(server.failed.values()) > 10
+    finally:
+        server.close()
+        fsspec.config.conf.pop("http")
+        if patience is not None:
+            fsspec.config.conf["http"] = patience
+
+
+# --- workers that are killed ---
+
+
+class Slow(Dataset[torch.Tensor]):
+    """Samples that take a moment, and random numbers with them."""
+
+    def __init__(self, size: int = 96) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.001)
+        return torch.tensor([float(index), float(torch.rand(()))])
+
+
+class Hungry(Slow):
+    """One sample takes more memory than there is, as long as a file is there."""
+
+    def __init__(self, marker: Path, size: int = 96) -> None:
+        super().__init__(size)
+        self.marker = marker
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 50 and self.marker.exists():
+            memory = [bytearray(1 << 20) for _ in range(int(self.marker.read_text()))]
+            assert len(memory)
+        return super().__getitem__(index)
+
+
+def lists(batches: Any) -> list[Any]:
+    return [batch.tolist() for batch in batches]
+
+
+def workers_of(process: int) -> list[psutil.Process]:
+    return [each for each in psutil.Process(process).children() if "resource_tracker" not in " ".join(each.cmdline())]
+
+
+def errors_of(killed: list[psutil.Process]) -> int:
+    """How many errors torch still raises from its handler of signals until these have died: here, and not later."""
+    errors = 0
+    while True:
+        try:
+            for worker in killed:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    while worker.status() != psutil.STATUS_ZOMBIE:
+                        time.sleep(0.01)
+            time.sleep(0.05)
+        except RuntimeError as error:
+            assert "is killed by signal" in str(error)
+            errors += 1
+        else:
+            return errors
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_that_is_killed_loses_no_batch_and_gives_none_twice(persistent: bool) -> None:
+    whole = lists(midepoch.wrap(DataLoader(Slow(), 4), seed=1))
+    generator = random.Random(5)
+    errors = 0
+    for kill in range(12 if CHAOS else 4):
+        loader = midepoch.wrap(DataLoader(Slow(), 4, num_workers=2, persistent_workers=persistent), seed=1)
+        others = set(multiprocessing.active_children())
+        batches, got = iter(loader), []
+        at, killed = generator.randrange(1, 16), []
+        try:
+            for batch in batches:
+                got.append(batch.tolist())
+                if len(got) == at:
+                    workers = sorted(each.pid or 0 for each in set(multiprocessing.active_children()) - others)
+                    for worker in map(psutil.Process, generator.sample(workers, 2 if kill % 4 == 3 else 1)):
+                        killed.append(worker)
+                        worker.kill()
+        except RuntimeError as error:
+            # torch raises it out of a signal's handler, wherever the main process happens to be: in the loader, where
+            # it becomes a SourceError, or in the lines above.
+            errors += 1
+            assert any(told in str(error) for told in ("is killed by signal", "exited unexpectedly"))
+        errors += errors_of(killed)
+        state = loader.state_dict()
+        assert got == whole[: len(got)]
+        assert (state["epoch"], state["position"]) == (0, 4 * len(got)) or len(got) == len(whole)
+        if kill % 2:
+            loader.close()
+            loader = midepoch.wrap(DataLoader(Slow(), 4, num_workers=1), seed=1)
+            loader.load_state_dict(state)
+            batches = iter(loader)
+        if len(got) < len(whole):
+            got += lists(batches)
+        assert got == whole, f"kill {kill} at batch {at}"
+        loader.close()
+    assert errors, "some kill must have been met before all batches were there"
+
+
+class Leaving(Slow):
+    """Its worker dies as slowly as on a machine without memory: first its connections end, and then the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.noticed = multiprocessing.Event(), multiprocessing.Event()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 4:
+            threading.Thread(target=self.leave, daemon=True).start()
+        return super().__getitem__(index)
+
+    def leave(self) -> None:
+        sharer: Any = multiprocessing.resource_sharer
+        while len(sharer._resource_sharer._cache) < 2:  # two more batches are ready
+            time.sleep(0.001)
+        sharer.stop()
+        self.left.set()
+        self.noticed.wait(300)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_with_a_batch_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose numbers lie in memory that torch gets at through the worker."""
+    data, reason = Leaving(), WorkerAnswers._reason
+
+    def notice(answers: WorkerAnswers, error: BaseException) -> str:
+        data.noticed.set()
+        return reason(answers, error)
+
+    monkeypatch.setattr(WorkerAnswers, "_reason", notice)
+    monkeypatch.setattr("midepoch.reading.workers._DYING", 100.0)
+    whole = lists(midepoch.wrap(DataLoader(Slow(), 4), seed=1))
+    loader = midepoch.wrap(DataLoader(data, 4, num_workers=1), seed=1)
+    batches = iter(loader)
+    got = [next(batches).tolist()]
+    assert data.left.wait(300)
+    with pytest.raises(SourceError, match=r"DataLoader worker \(pid.* (killed|exited).*fewer workers") as error:
+        next(batches)
+    assert isinstance(error.value.__cause__, OSError)
+    assert loader.state_dict()["position"] == 4
+    with midepoch.wrap(DataLoader(Slow(), 4, num_workers=1), seed=1) as again:
+        again.load_state_dict(loader.state_dict())
+        assert got + lists(again) == whole
+
+
+class Unreachable(Slow):
+    """Its error's text puts words of its own around those that torch makes of it."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise urllib.error.URLError("no route to host")
+
+
+def test_an_error_of_a_worker_s_own_is_not_taken_for_its_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("midepoch.reading.workers._DYING", sources.PATIENCE)
+    since = time.monotonic()
+    with pytest.raises(urllib.error.URLError, match="no route to host"):
+        next(iter(midepoch.wrap(DataLoader(Unreachable(), 4, num_workers=2), seed=1)))
+    assert time.monotonic() - since < sources.PATIENCE / 2, "nobody waits for a death"
+
+
+class Deadly(Slow):
+    """One sample kills its worker, as long as a file is there, and after the main process has come to wait for it."""
+
+    def __init__(self, marker: Path) -> None:
+        super().__init__()
+        self.marker, self.is_next = marker, multiprocessing.Event()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 50 and self.marker.exists():
+            self.is_next.wait(300)
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_dies_while_it_is_waited_for(tmp_path: Path) -> None:
+    marker = tmp_path / "deadly"
+    marker.touch()
+    loader = midepoch.wrap(DataLoader(data := Deadly(marker), 4, num_workers=2), seed=1)
+    batches, got = iter(loader), []
+    with pytest.raises(SourceError, match=r"DataLoader worker.*use fewer workers, smaller batches") as error:
+        for batch in batches:
+            got.append(batch.tolist())
+            if len(got) == 12:
+                data.is_next.set()
+    assert isinstance(error.value, RuntimeError), "as torch's own is, which loops may expect"
+    assert loader.state_dict()["position"] == 4 * len(got) == 48
+    marker.unlink()
+    assert got + lists(batches) == lists(midepoch.wrap(DataLoader(Slow(), 4), seed=1))
+
+
+def memory_group(name: str, limit: int) -> Path | None:
+    """A control group with so many bytes of memory; None where none can be made."""
+    group = Path("/sys/fs/cgroup/memory") / name
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(limit))
+    except OSError:
+        return None
+    return group
+
+
+def test_a_worker_that_the_system_kills_for_its_memory(tmp_path: Path) -> None:
+    """In a control group of its own, where there are such; the kernel chooses the hungriest."""
+    marker = tmp_path / "hungry"
+    group = memory_group(f"midepoch-{os.getpid()}", 600 << 20)
+    if group is None:
+        pytest.skip("no control group for memory can be made here")
+    report = tmp_path / "report"
+    child = os.fork()
+    if child == 0:
+        try:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+            loader = midepoch.wrap(DataLoader(Hungry(marker), 4, num_workers=2), seed=1)
+            marker.write_text("2000")
+            batches, got, told = iter(loader), [], ""
+            try:
+                for batch in batches:
+                    got.append(batch.tolist())
+            except (SourceError, RuntimeError) as error:
+                told = str(error)
+            position = loader.state_dict()["position"]
+            marker.unlink()
+            rest = lists(batches)
+            report.write_text(json.dumps([told, position, got, rest]))
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    with contextlib.suppress(OSError):
+        group.rmdir()
+    if not report.exists():
+        pytest.skip("the main process was killed, or the group's limit is not kept here")
+    told, position, got, rest = json.loads(report.read_text())
+    if not told:
+        pytest.skip("the control group's limit is not kept here")
+    assert "DataLoader worker" in told and "use fewer workers, smaller batches" in told
+    assert position == 4 * len(got)
+    assert got + rest == lists(midepoch.wrap(DataLoader(Slow(), 4), seed=1))
+
+
+def test_workers_that_get_no_more_memory(tmp_path: Path) -> None:
+    """A limit on the process, RLIMIT_AS: the worker raises instead of being killed."""
+    import resource
+
+    marker = tmp_path / "hungry"
+    marker.write_text("100000")
+
+    def limit(worker: int) -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (64 << 20),) * 2)
+
+    loader = midepoch.wrap(DataLoader(Hungry(marker), 4, num_workers=2, worker_init_fn=limit), seed=1)
+    batches, got = iter(loader), []
+    with pytest.raises(MemoryError):
+        for batch in batches:
+            got.append(batch.tolist())
+    assert loader.state_dict()["position"] == 4 * len(got)
+    marker.unlink()
+    assert got + lists(batches) == lists(midepoch.wrap(DataLoader(Slow(), 4), seed=1))
+
+
+def test_a_worker_that_takes_too_long_says_so() -> None:
+    class Stuck(Slow):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            time.sleep(2 if index == 7 else 0)
+            return super().__getitem__(index)
+
+    loader = midepoch.wrap(DataLoader(Stuck(), 4, num_workers=1, timeout=0.3), seed=1)
+    with pytest.raises(SourceError, match="give the DataLoader a longer timeout"):
+        list(loader)
+    loader.close()
+
+
+# --- clocks ---
+
+
+def test_clocks_that_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By days, back and forth, at every look at the clock: nothing that midepoch does goes by the time of day."""
+    urls = shards(tmp_path / "shards")
+    whole, noisy = list(indexed(urls)), lists(midepoch.wrap(DataLoader(Slow(), 4), seed=1))
+    real, jumps = time.time, random.Random(3)
+    days = [86400.0 * jumps.uniform(-400, 400) for _ in range(1000)]
+    turns = itertools.cycle(days)
+    monkeypatch.setattr(time, "time", lambda: real() + next(turns))
+    monkeypatch.setattr(time, "time_ns", lambda: int((real() + next(turns)) * 1e9))
+    for number, url in enumerate(urls):  # shards from the future and from long ago
+        os.utime(url, ((1e9, 4e9)[number % 2],) * 2)
+    for _ in range(2):
+        assert list(indexed(urls)) == whole
+    linear = model()
+    saved = []
+    with Snapshot(tmp_path / "snapshot.pt", model=linear, every=3, signals=()) as snapshot:
+        snapshot.load()
+        loader = midepoch.wrap(DataLoader(Slow(), 4), seed=1)
+        got = []
+        for batch in loader:
+            got.append(batch.tolist())
+            snapshot.step()
+            os.utime(tmp_path, (1e9, 1e9))
+            if (tmp_path / "snapshot.pt").exists():
+                saved.append(torch.load(tmp_path / "snapshot.pt", weights_only=True)["steps"])
+    assert got == noisy
+    assert saved == sorted(saved) and saved[-1] == 24
+    with Snapshot(tmp_path / "snapshot.pt", model=model(), signals=()) as again:
+        assert again.load() and again.steps == 24
+
+
+# --- forks after threads ---
+
+
+def test_workers_are_forked_while_threads_run(tmp_path: Path) -> None:
+    """torch's threads compute, another thread iterates a loader of its own: no worker waits for a lock of theirs."""
+    urls = shards(tmp_path / "shards")
+    shard_batches, noisy = list(indexed(urls)), lists(midepoch.wrap(DataLoader(Slow(), 4), seed=1))
+    stop = threading.Event()
+    wrong: list[Any] = []
+
+    def compute() -> None:
+        while not stop.is_set():
+            torch.mm(torch.ones(200, 200), torch.ones(200, 200))
+
+    def iterate() -> None:
+        while not stop.is_set():
+            found = list(indexed(urls))
+            if found != shard_batches:
+                wrong.append(found)
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (compute, iterate)]
+    for thread in threads:
+        thread.start()
+    try:
+        for turn in range(60 if CHAOS else 5):
+            loader = DataLoader(Slow(), 4, num_workers=2, multiprocessing_context="fork", timeout=60)
+            with midepoch.wrap(loader, seed=1) as wrapped:
+                assert lists(wrapped) == noisy, turn
+            with indexed(urls, 2) as wrapped:
+                assert list(wrapped) == shard_batches, turn
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(300)
+    assert not wrong
+
+
+# --- two jobs, and kills ---
+
+
+def build_indexes(urls: list[str], results: Any = None) -> None:
+    batches = list(indexed(urls))
+    if results is not None:
+        results.put(batches)
+
+
+def test_two_jobs_build_indexes_in_one_folder_and_one_is_killed(tmp_path: Path, cache: Path) -> None:
+    urls = shards(tmp_path / "shards", tuple([3] * 60))
+    whole = list(indexed(urls, index_cache=tmp_path / "other"))
+    context = multiprocessing.get_context("fork")
+    generator = random.Random(8)
+    interrupted = 0
+    for turn in range(200 if CHAOS else 12):
+        shutil.rmtree(cache, ignore_errors=True)
+        results = context.SimpleQueue()
+        victim = context.Process(target=build_indexes, args=(urls,))
+        other = context.Process(target=build_indexes, args=(urls, results))
+        victim.start()
+        other.start()
+        seen = generator.randrange(8)  # the victim has found so many indexes, or is done
+        while victim.is_alive() and len(list(cache.glob("*/*"))) < seen:
+            time.sleep(0.0005)
+        victim.kill()
+        victim.join()
+        interrupted += victim.exitcode != 0
+        assert results.get() == whole, f"turn {turn}"
+        other.join()
+        assert list(indexed(urls)) == whole, f"turn {turn}"
+        kept = [each.suffix for each in cache.glob("*/*")]
+        assert kept.count(".index") == len(urls)
+        assert len(kept) <= len(urls) + 16, "each of its threads leaves one draft at most"
+    assert interrupted > 2
+
+
+JOB = """
+import sys, time, torch
+sys.path[:0] = {here!r}
+import midepoch
+from torch.utils.data import DataLoader
+from test_faults import Slow, model
+loader = midepoch.wrap(DataLoader(Slow(), 4, num_workers=2, persistent_workers=True), seed=1)
+snapshot = midepoch.Snapshot({path!r}, every=1, model=model(), data=loader)
+snapshot.load()
+for _ in range(1000):
+    for batch in loader:
+        print(loader.state_dict()["epoch"], batch.tolist()[0][0], flush=True)
+        snapshot.step()
+"""
+
+
+def test_what_a_killed_job_leaves_is_in_nobody_s_way(tmp_path: Path) -> None:
+    """Its workers end by themselves, nothing stays in shared memory, and the next run goes on."""
+    shared = Path("/dev/shm")
+    before = set(shared.iterdir()) if shared.is_dir() else set()
+    path = tmp_path / "snapshot.pt"
+    steps = -1
+    for kill in range(40 if CHAOS else 1):
+        job = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", JOB.format(here=[str(HERE), str(TESTS)], path=str(path))],
+            stdout=subprocess.PIPE,
+        )
+        assert job.stdout is not None
+        for _ in range(3 + kill % 5):
+            job.stdout.readline()
+        workers = workers_of(job.pid)
+        assert len(workers) == 2
+        job.kill()
+        job.wait()
+        job.stdout.close()
+        assert faults.wait_until(lambda left=workers: not any(each.is_running() for each in left), 20)  # type: ignore[misc]
+        assert len(list(tmp_path.glob("*.draft"))) <= 1
+        loader = midepoch.wrap(DataLoader(Slow(), 4), seed=1)
+        with Snapshot(path, model=model(), data=loader, signals=()) as snapshot:
+            assert snapshot.load() and snapshot.steps > steps
+            steps = snapshot.steps
+            assert 24 * loader.state_dict()["epoch"] + loader.state_dict()["position"] // 4 == steps
+            snapshot.save()
+        assert not list(tmp_path.glob("*.draft"))
+    left = {each for each in (set(shared.iterdir()) if shared.is_dir() else set()) - before if "torch" in each.name}
+    assert not left

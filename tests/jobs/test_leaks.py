@@ -1,0 +1,213 @@
+"""Files, threads, processes, shared memory and memory are counted before and after many epochs: none may leak."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import midepoch
+from support import fault_sources as faults
+
+CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
+MEMORY = 24 << 20  # bytes that allocators may keep; of 1,000 epochs a batch of 64 KiB each is more
+
+# How many epochs go before those counted, where more than a few fill allocators: DALI's take 25 MB in 300 epochs, which
+# make 100 pipelines, and 4 to 6 MB in the next 2,700.
+BEFORE = {"dali": 300 if CHAOS else 30}
+
+pytestmark = faults.QUIET
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIDEPOCH_CACHE", str(tmp_path / "cache"))
+
+
+Maker = Callable[[], Any]
+
+
+def tensors(**options: Any) -> Maker:
+    data = TensorDataset(torch.arange(48.0).repeat_interleave(2048).reshape(48, 2048))  # 8 KiB a sample
+    return lambda: midepoch.wrap(DataLoader(data, 8, shuffle=True, **options), seed=1)
+
+
+def dataloader(folder: Path) -> Maker:
+    return tensors()
+
+
+def dataloader_workers(folder: Path) -> Maker:
+    return tensors(num_workers=2)
+
+
+def dataloader_persistent(folder: Path) -> Maker:
+    return tensors(num_workers=2, persistent_workers=True)
+
+
+class Replayed:
+    """A generator that nothing drives."""
+
+    def __call__(self) -> Any:
+        return iter([torch.zeros(2048, 4) for _ in range(6)])
+
+
+def iterable(folder: Path) -> Maker:
+    return lambda: midepoch.wrap(Replayed())
+
+
+def webdataset_urls(folder: Path) -> list[str]:
+    sources = pytest.importorskip("support.webdataset_sources", reason="webdataset is not installed")
+    urls: list[str] = sources.make_shards(folder / "shards", [12, 12, 12, 12], size=4000)
+    return urls
+
+
+def shards(urls: list[str], workers: int = 0) -> Maker:
+    import webdataset as wds
+
+    def make() -> Any:
+        dataset = wds.WebDataset(urls, shardshuffle=9).shuffle(20).to_tuple("bin").batched(8, collation_fn=list)
+        return midepoch.wrap(DataLoader(dataset, batch_size=None, num_workers=workers), seed=1)
+
+    return make
+
+
+def webdataset_indexed(folder: Path) -> Maker:
+    return shards(webdataset_urls(folder))
+
+
+def webdataset_workers(folder: Path) -> Maker:
+    return shards(webdataset_urls(folder), 2)
+
+
+def webdataset_streamed(folder: Path) -> Maker:
+    from support import webdataset_sources
+
+    return shards(webdataset_sources.compress(webdataset_urls(folder)))
+
+
+def webdataset_piped(folder: Path) -> Maker:
+    return shards([f"pipe:cat {url}" for url in webdataset_urls(folder)])
+
+
+def streaming(folder: Path) -> Maker:
+    sources = pytest.importorskip("support.streaming_sources", reason="mosaicml-streaming is not installed")
+    # Streaming keeps files of shared memory for each of its data sets until the process ends, so there is one.
+    source = sources.bare(24)
+    return lambda: midepoch.wrap(source)
+
+
+def dali(folder: Path) -> Maker:
+    pytest.importorskip("nvidia.dali", reason="DALI is not installed")
+    from nvidia.dali import fn, pipeline_def
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator
+
+    from support import dali_sources as sources
+
+    sources.write_images(folder)
+
+    @pipeline_def
+    def graph() -> Any:
+        return fn.readers.numpy(file_root=str(folder / "npy"), random_shuffle=True, name="reader")
+
+    def make() -> Any:
+        pipeline = graph(batch_size=8, num_threads=1, device_id=None, enable_checkpointing=True, seed=1)
+        return midepoch.wrap(DALIGenericIterator(pipeline, ["number"], reader_name="reader"))
+
+    return make
+
+
+def ffcv(folder: Path) -> Maker:
+    sources = pytest.importorskip("support.ffcv_sources", reason="ffcv is not installed")
+    source = sources.make(path=sources.file("raw"), os_cache=False)  # compiling another takes seconds
+    return lambda: midepoch.wrap(source, seed=1)
+
+
+def combined(folder: Path) -> Maker:
+    first, second = tensors(num_workers=1), tensors()
+    return lambda: midepoch.combine({"first": first(), "second": second()}, "min_size")
+
+
+def snapshot(folder: Path) -> Maker:
+    model, make = torch.nn.Linear(300, 300), tensors()
+
+    class Saved:
+        """A loader whose batches are each saved."""
+
+        def __init__(self) -> None:
+            self.loader = make()
+            self.snapshot = midepoch.Snapshot(folder / "snapshot.pt", model=model, data=self.loader, signals=())
+            self.snapshot.load()
+
+        def __iter__(self) -> Any:
+            yield from self.loader
+            self.snapshot.save()
+
+        def close(self) -> None:
+            self.snapshot.close()
+            self.loader.close()
+
+        def state_dict(self) -> Any:
+            return self.loader.state_dict()
+
+        def load_state_dict(self, state: Any) -> None:
+            self.loader.load_state_dict(state)
+
+    return Saved
+
+
+# How many epochs in `make test`, by what one costs.
+SOURCES: dict[Callable[[Path], Maker], int] = {
+    dataloader: 100,
+    dataloader_workers: 8,
+    dataloader_persistent: 30,
+    iterable: 100,
+    webdataset_indexed: 100,
+    webdataset_workers: 8,
+    webdataset_streamed: 60,
+    webdataset_piped: 16,
+    streaming: 40,
+    dali: 40,
+    ffcv: 40,
+    combined: 16,
+    snapshot: 40,
+}
+
+
+def live(make: Maker, epochs: int) -> None:
+    """Whole epochs, epochs that are left in the middle, and loaders that are made again and go on from a state."""
+    loader = make()
+    for epoch in range(epochs):
+        batches = iter(loader)
+        for number, _ in enumerate(batches):
+            if epoch % 3 == 1 and number == 2:
+                break
+        del batches
+        if epoch % 3 == 2:
+            batches = iter(loader)
+            next(batches)
+            state = loader.state_dict()
+            if epoch % 2:
+                loader.close()  # else it is dropped as it is, workers and all
+            del batches
+            loader = make()
+            loader.load_state_dict(state)
+    loader.close()
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
+def test_epochs_leak_nothing(source: Callable[[Path], Maker], tmp_path: Path) -> None:
+    make = source(tmp_path)
+    epochs = 1000 if CHAOS else SOURCES[source]
+    # What is made once: pools of threads, caches, processes that track resources.
+    live(make, BEFORE.get(source.__name__, 6))
+    before = faults.settled(faults.Held(0, 0, 0, 0, 0), 0.5)
+    live(make, epochs)
+    after = faults.settled(before)
+    print(f"{source.__name__}: {epochs} epochs: {before} -> {after}")
+    for name, most in (("files", 0), ("threads", 0), ("children", 0), ("shared", 0), ("memory", MEMORY)):
+        assert getattr(after, name) <= getattr(before, name) + most, f"{name}: {before} before, {after} after"

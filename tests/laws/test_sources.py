@@ -1,0 +1,142 @@
+"""The laws, on every source of the core: 1, 2 and 3 ranks in real processes, 0 and 2 workers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+
+from midepoch.testing import ResumableTests
+from support import law_sources as sources
+
+pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+
+# The short form has each mechanism once: samples by index, in our orders and in a list of somebody's; each tail; whole
+# batches as units; a DataLoader in wrappers; samplers that are driven, in a loader with workers and, by inheritance,
+# without one; lists; replay; streams that divide themselves; a source's own state. The others are long: a Subset, a
+# window and a DistributedSampler are orders, which test_order and test_dataloader try one by one; single samples, a
+# sampler that gives one index a sample, a plain iterable and a stream that is shared out read as one of those does.
+
+
+class _Sampled(ResumableTests):
+    identify = staticmethod(sources.identify)
+    draws: ClassVar[Any] = staticmethod(sources.draws)
+    quick = True
+    state_bytes = 512
+
+
+class TestMapShuffled(_Sampled):
+    make_loader = staticmethod(sources.map_shuffled)
+    shuffled = True
+    quick = False
+
+    @pytest.mark.long  # spawns workers, if it is not quick; test_transparent has it without
+    def test_transparent(self) -> None:
+        """The long form of the law."""
+        self._examine("transparent")
+
+
+class TestMapSequentialDrop(_Sampled):
+    make_loader = staticmethod(sources.map_sequential_drop)
+    tail = "drop"
+    drop_last = True
+
+
+@pytest.mark.long
+class TestMapSubset(_Sampled):
+    make_loader = staticmethod(sources.map_subset)
+    shuffled = True
+
+
+class TestMapUneven(_Sampled):
+    make_loader = staticmethod(sources.map_uneven)
+    tail = "uneven"
+
+
+class TestMapListed(_Sampled):
+    make_loader = staticmethod(sources.map_listed)
+    shuffled = True
+
+
+class TestMapLeftAlone(_Sampled):
+    make_loader = staticmethod(sources.map_left_alone)
+    shuffled = True
+
+
+@pytest.mark.long
+class TestMapRemembering(_Sampled):
+    make_loader = staticmethod(sources.map_remembering)
+    shuffled = True
+
+
+@pytest.mark.long
+class TestMapWindowed(_Sampled):
+    make_loader = staticmethod(sources.map_windowed)
+
+
+@pytest.mark.long
+class TestMapDistributed(_Sampled):
+    make_loader = staticmethod(sources.map_distributed)
+    shuffled = True
+
+
+class TestMapBatchSampler(_Sampled):
+    make_loader = staticmethod(sources.map_batch_sampler)
+
+
+@pytest.mark.long
+class TestMapSingle(_Sampled):
+    make_loader = staticmethod(sources.map_single)
+
+
+@pytest.mark.long
+class TestExposingInLoader(_Sampled):
+    make_loader = staticmethod(sources.exposing_in_loader)
+    shuffled = True
+
+
+class TestExposingGeneratorInLoader(_Sampled):
+    make_loader = staticmethod(sources.exposing_generator_in_loader)
+
+
+@pytest.mark.long
+class TestExposingPlain(_Sampled):
+    make_loader = staticmethod(sources.exposing_plain)
+    shuffled = True
+
+
+class TestInheriting(_Sampled):
+    make_loader = staticmethod(sources.inheriting)
+    world_sizes = (1,)  # an object of the class takes its world from the process
+
+
+class TestMapWrapped(_Sampled):
+    make_loader = staticmethod(sources.map_wrapped)
+    shuffled = True
+    elastic_content = False  # numbers drawn in the wrapper are the batch's
+
+
+class TestBatchesList(_Sampled):
+    make_loader = staticmethod(sources.batches_list)
+    draws = None
+
+
+class TestGeneratorFunction(_Sampled):
+    make_loader = staticmethod(sources.generator_function)
+
+
+@pytest.mark.long
+class TestStreamInLoader(_Sampled):
+    make_loader = staticmethod(sources.stream_in_loader)
+
+
+class TestDividingStreamInLoader(_Sampled):
+    make_loader = staticmethod(sources.dividing_stream_in_loader)
+    tail = "uneven"  # as the dataset divides itself
+    elastic_content = False  # its streams are those of its worker
+
+
+class TestCarried(_Sampled):
+    make_loader = staticmethod(sources.carried)
+    tail = "drop"  # as the source does
+    draws = None

@@ -1,0 +1,94 @@
+"""The laws on webdataset pipelines: indexed and streamed, with workers, 1 to 3 ranks in real processes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+import pytest
+
+pytest.importorskip("webdataset", reason="webdataset is not installed")
+
+
+from midepoch.testing import ResumableTests
+from support import webdataset_sources as sources
+
+CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+class _Pipeline(ResumableTests):
+    identify: ClassVar[Any] = staticmethod(sources.identify)
+    draws: ClassVar[Any] = staticmethod(sources.draws)
+    # Which samples and which streams a worker reads is the same arithmetic for any number of them.
+    num_workers: ClassVar[Any] = (0, 1, 2, 3) if CHAOS else (0, 2)
+    quick = True
+    state_bytes = 512
+
+
+class TestIndexed(_Pipeline):
+    make_loader = staticmethod(sources.indexed)
+    shuffled = True
+
+
+class TestIndexedSequential(_Pipeline):
+    make_loader = staticmethod(sources.indexed_sequential)
+    shuffled = False
+    tail = "drop"
+    drop_last = True
+    num_workers = (0, 2)
+
+
+class TestIndexedRebatched(_Pipeline):
+    make_loader = staticmethod(sources.indexed_rebatched)
+    num_workers = (0, 2)
+
+
+class TestStreamed(_Pipeline):
+    make_loader = staticmethod(sources.streamed)
+    shuffled = True
+    tail = "uneven"
+    num_workers = (0, 1, 2, 3) if CHAOS else (0, 3)
+    state_bytes = 16384
+
+
+class TestPiped(_Pipeline):
+    make_loader = staticmethod(sources.piped)
+    shuffled = False
+    world_sizes = (1,)
+    state_bytes = 16384
+
+
+# What these forms add to those above has short tests in test_webdataset_own: how stages of the user's own are
+# understood, what is drawn, how many streams there are. Reading and states are the same.
+
+
+@pytest.mark.long
+class TestOwnStages(_Pipeline):
+    make_loader = staticmethod(sources.own_stages)
+    shuffled = True
+
+
+@pytest.mark.long
+class TestRefilled(_Pipeline):
+    make_loader = staticmethod(sources.refilled)
+    shuffled = True
+    tail = "uneven"
+    state_bytes = 16384
+
+
+@pytest.mark.long
+class TestWeighted(_Pipeline):
+    make_loader = staticmethod(sources.weighted)
+    identify: ClassVar[Any] = None
+    shuffled = True
+
+
+@pytest.mark.long
+class TestStreamsOfTheWorld(_Pipeline):
+    make_loader = staticmethod(sources.streams_of_the_world)
+    shuffled = True
+    world_sizes = (1,)
+    num_workers = (5,)
+    state_bytes = 128 * 10  # ten streams

@@ -1,0 +1,132 @@
+"""Factories of combinations, for the laws. Parts tell their samples apart by the range of their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+import midepoch
+from support.law_sources import BATCH, SEED, Carried, Samples, identify, log_read, sample
+
+SHORT, LONG, FAR = 12, 21, 1000
+
+
+class Apart(Samples):
+    """Samples whose numbers begin somewhere else."""
+
+    def __init__(self, size: int, first: int, read_log: str | None = None) -> None:
+        super().__init__(size, read_log)
+        self.first = first
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        log_read(self.read_log, self.first + index)
+        return sample(self.first + index, self.generator)
+
+
+class Endless:
+    """A generator function of unknown length."""
+
+    def __init__(self, size: int, first: int) -> None:
+        self.size, self.first = size, first
+
+    def __call__(self) -> Iterator[torch.Tensor]:
+        for index in range(self.first, self.first + self.size):
+            yield torch.tensor([[index, torch.rand(()).item()]], dtype=torch.float64)
+
+
+def part(
+    size: int, first: int, rank: int, world_size: int, num_workers: int, batch_size: int, read_log: str | None
+) -> Any:
+    loader = DataLoader(Apart(size, first, read_log), batch_size, shuffle=True, num_workers=num_workers)
+    return midepoch.wrap(loader, seed=first, world=midepoch.World(rank, world_size))
+
+
+def identify_all(batch: Any) -> list[int]:
+    """The samples of every part that gave some."""
+    batches = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else [batch]
+    return [each for one in batches if one is not None for each in identify(one)]
+
+
+def identify_short(batch: Any) -> list[int]:
+    """Those of the part that is read from its beginning to its end."""
+    return identify(batch["short"])
+
+
+def identify_long(batch: Any) -> list[int]:
+    return identify(batch["long"])
+
+
+def _combined(
+    mode: Any, rank: int, world_size: int, num_workers: int, batch_size: int, seed: int | None, size: int,
+    read_log: str | None, **options: Any,
+) -> Any:  # fmt: skip
+    where = rank, world_size, num_workers, batch_size, read_log
+    parts = {"short": part(size, 0, *where), "long": part(size + LONG - SHORT, FAR, *where)}
+    return midepoch.combine(parts, mode, seed=seed, **options)
+
+
+def min_size(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SHORT, read_log: str | None = None,
+) -> Any:  # fmt: skip
+    return _combined("min_size", rank, world_size, num_workers, batch_size, seed, size, read_log)
+
+
+def max_size(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SHORT, read_log: str | None = None,
+) -> Any:  # fmt: skip
+    return _combined("max_size", rank, world_size, num_workers, batch_size, seed, size, read_log)
+
+
+def max_size_cycle(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SHORT, read_log: str | None = None,
+) -> Any:  # fmt: skip
+    return _combined("max_size_cycle", rank, world_size, num_workers, batch_size, seed, size, read_log)
+
+
+def sequential(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SHORT, read_log: str | None = None, items: list[Any] | None = None,
+) -> Any:  # fmt: skip
+    if items is not None:
+        half, world = len(items) // 2, midepoch.World(rank, world_size)
+        parts = [midepoch.wrap(each, world=world) for each in (items[:half], items[half:])]
+        return midepoch.combine(parts, "sequential")
+    return _combined("sequential", rank, world_size, num_workers, batch_size, seed, size, read_log)
+
+
+def weighted(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SHORT, read_log: str | None = None,
+) -> Any:  # fmt: skip
+    weights = {"short": 1, "long": 3}
+    return _combined("weighted", rank, world_size, num_workers, batch_size, seed, size, read_log, weights=weights)
+
+
+def nested(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SHORT, read_log: str | None = None,
+) -> Any:  # fmt: skip
+    inner = _combined("sequential", rank, world_size, num_workers, batch_size, seed, size, read_log)
+    third = part(size, 2 * FAR, rank, world_size, num_workers, batch_size, read_log)
+    return midepoch.combine((inner, third), "max_size", seed=seed)
+
+
+def of_unknown_length(rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: int = 6) -> Any:
+    world = midepoch.World(rank, world_size)
+    parts = [midepoch.wrap(Endless(length, first), world=world, shard=True) for length, first in ((size, 0), (9, FAR))]
+    return midepoch.combine(parts, "max_size", seed=seed)
+
+
+def of_own_states(rank: int = 0, world_size: int = 1, size: int = 6) -> Any:
+    world = midepoch.World(rank, world_size)
+    parts = {
+        "short": midepoch.wrap(Carried(size, rank, world_size), world=world, remember=1),
+        "long": midepoch.wrap(Carried(size, rank, world_size), world=world, remember=1),
+    }
+    return midepoch.combine(parts, "min_size")

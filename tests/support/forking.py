@@ -1,0 +1,307 @@
+"""Python processes that are forked from one that has imported torch already: a start takes 0.1 instead of 2 s.
+
+``Program([script, *arguments])``, also with "-m" or "-c" first, is to tests what `subprocess.Popen` with
+``sys.executable`` is: a process of its own, with its own environment, folder, output and random generators, which runs
+what was registered with atexit. What is tested must not depend on a variable that is read at import, such as
+NUMBA_NUM_THREADS, nor on what has been imported: then start an interpreter.
+
+What starts interpreters by itself is given ``executable(...)`` in place of Python's, torchrun in the variable
+PYTHON_EXEC. It imports nothing, has a process forked in its place, hands signals on to that one and ends as that one
+does; where it is killed, so is that one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import math
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+
+def _readable(files: Iterable[Any], timeout: float | None) -> list[Any]:
+    """Those that can be read, or have ended; select() knows only the first 1024 descriptors of a process."""
+    polled, by_number = select.poll(), {each if isinstance(each, int) else each.fileno(): each for each in files}
+    for number in by_number:
+        polled.register(number, select.POLLIN)
+    return [by_number[number] for number, _ in polled.poll(None if timeout is None else math.ceil(timeout * 1000))]
+
+
+@functools.cache
+def _server(modules: tuple[str, ...]) -> str:
+    """The socket of the process that has imported these, started by the first who asks; it ends with this one."""
+    folder = tempfile.mkdtemp(prefix="midepoch-fork-")
+    command = [sys.executable, __file__, f"{folder}/socket", *modules]
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    asked = os.getpid()
+
+    @atexit.register
+    def end() -> None:
+        if os.getpid() == asked:
+            server.kill()
+            server.wait()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    assert server.stdout is not None
+    if server.stdout.readline() != b"ready\n":
+        raise RuntimeError(f"the process that imports {', '.join(modules)} has ended")
+    return f"{folder}/socket"
+
+
+def executable(*modules: str) -> str:
+    """A program that is started as an interpreter is."""
+    address = _server(("torch", "midepoch", *modules))
+    program = Path(address).with_name("python")
+    if not program.exists():
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" --instead "{address}" "$@"\n')
+        program.chmod(0o755)
+    return str(program)
+
+
+def _ask(address: str, request: dict[str, Any], streams: Sequence[int]) -> tuple[socket.socket, IO[str], int]:
+    """The connection to the server, what it answers, and the forked process."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(address)
+    socket.send_fds(connection, [json.dumps(request).encode() + b"\n"], streams)
+    answers = connection.makefile("r")
+    return connection, answers, int(answers.readline())
+
+
+class Program:
+    """A forked process that runs a program. It is killed when this object is gone before its end.
+
+    Args:
+        arguments: the script and its arguments; or "-m", a module and its arguments; or "-c", code and its arguments.
+        modules: what the process has imported before; "torch" and "midepoch" are always among it.
+        cwd: its folder. env: all of its environment; None takes this process's.
+        new_session: whether it leads a session of its own, so that `os.killpg` reaches all that it starts.
+        merged: whether its errors go to its standard output too.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str | Path], *, modules: Sequence[str] = (), cwd: str | Path | None = None,
+        env: Mapping[str, str] | None = None, new_session: bool = False, merged: bool = False,
+    ) -> None:  # fmt: skip
+        self.args = [str(argument) for argument in arguments]
+        request = {
+            "arguments": self.args,
+            "cwd": str(cwd or Path.cwd()),
+            "env": dict(os.environ if env is None else env),
+            "session": new_session,
+        }
+        address, pipes = _server(("torch", "midepoch", *modules)), [os.pipe() for _ in range(2)]
+        with Path(os.devnull).open(encoding="utf-8") as nothing:
+            streams = [nothing.fileno(), pipes[0][1], pipes[0 if merged else 1][1]]
+            self._connection, self._answers, self.pid = _ask(address, request, streams)
+        for _, write in pipes:
+            os.close(write)
+        self.returncode: int | None = None
+        self.stdout: IO[str] = os.fdopen(pipes[0][0])
+        self.stderr: IO[str] = os.fdopen(pipes[1][0])
+
+    def wait(self, timeout: float = 300) -> int:
+        """The exit status, negative for a signal, as `subprocess.Popen.wait`."""
+        if self.returncode is None:
+            if not _readable([self._connection], timeout):
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            self.returncode = os.waitstatus_to_exitcode(int(self._answers.readline()))
+            self._answers.close()
+            self._connection.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def communicate(self, timeout: float = 300) -> tuple[str, str]:
+        """All of its two outputs that was not read yet; waits for its end."""
+        outputs = {self.stdout.fileno(): b"", self.stderr.fileno(): b""}
+        opened, until = set(outputs), time.monotonic() + timeout
+        while opened:
+            ready = _readable(opened, max(0, until - time.monotonic()))
+            if not ready:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            for descriptor in ready:
+                read = os.read(descriptor, 1 << 16)
+                outputs[descriptor] += read
+                if not read:
+                    opened.remove(descriptor)
+        self.wait(max(1, until - time.monotonic()))
+        said, errors = (text.decode(errors="replace") for text in outputs.values())
+        self.stdout.close()
+        self.stderr.close()
+        return said, errors
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended, as in subprocess.Popen
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run(
+    arguments: Sequence[str | Path], *, timeout: float = 300, check: bool = False, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` with text captured. Options are those of `Program`."""
+    program = Program(arguments, **options)
+    try:
+        said, errors = program.communicate(timeout)
+    finally:
+        program.kill()
+    assert program.returncode is not None
+    if check and program.returncode:
+        raise AssertionError(f"{program.args} ended with {program.returncode}: {said[-3000:]}\n{errors[-3000:]}")
+    return subprocess.CompletedProcess(program.args, program.returncode, said, errors)
+
+
+# --- the process that is forked from ----------------------------------------------------------------------------------
+
+
+def _serve(address: str) -> dict[str, Any]:
+    """Fork a process for each that connects; returns in the forked ones, with what they are to do."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(address)
+    listener.listen()
+    ended, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    asked: dict[int, socket.socket] = {}
+    os.write(1, b"ready\n")
+    while True:
+        readers: list[Any] = [listener, ended, 0, *asked.values()]
+        ready = _readable(readers, None)
+        if 0 in ready:
+            os._exit(0)  # whoever started this has ended
+        if ended in ready:
+            os.read(ended, 1 << 12)
+            for pid in list(asked):
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    with asked.pop(pid) as connection, contextlib.suppress(OSError):
+                        connection.sendall(b"%d\n" % status)
+        for pid, connection in asked.items():
+            if connection in ready:
+                os.kill(pid, signal.SIGKILL)
+        if listener in ready:
+            connection, _ = listener.accept()
+            data, streams, *_ = socket.recv_fds(connection, 1 << 20, 3)
+            while not data.endswith(b"\n"):
+                data += connection.recv(1 << 20)
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for number, stream in enumerate(streams):
+                    os.dup2(stream, number)
+                for each in (listener, connection, *asked.values()):
+                    each.close()
+                for descriptor in (ended, wake, *streams):
+                    os.close(descriptor)
+                request: dict[str, Any] = json.loads(data)
+                return request
+            for stream in streams:
+                os.close(stream)
+            asked[pid] = connection
+            connection.sendall(b"%d\n" % pid)
+
+
+def _instead() -> None:
+    """Have a process forked that is this one to whoever started this one."""
+    arguments = [argument for number, argument in enumerate(sys.argv[3:]) if number or argument != "-u"]
+    request = {"arguments": arguments, "cwd": str(Path.cwd()), "env": dict(os.environ), "session": False}
+    _, answers, pid = _ask(sys.argv[2], request, [0, 1, 2])
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    status = os.waitstatus_to_exitcode(int(answers.readline()))
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
+    if arguments[0] == "-c":
+        code, arguments, name = arguments[1], ["-c", *arguments[2:]], "<string>"
+        sys.path[0] = ""
+    else:
+        code, name = Path(arguments[0]).read_text(encoding="utf-8"), arguments[0]
+        sys.path[0] = str(Path(name).parent.resolve())
+    sys.argv = arguments
+    # Not runpy's run_path: it takes the module away before the functions run that were registered with atexit.
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=__builtins__, **({} if name == "<string>" else {"__file__": name}))
+    exec(compile(code, name, "exec"), main.__dict__)
+
+
+def _status(arguments: list[str]) -> int:
+    """What the work ends with, as an interpreter says it."""
+    try:
+        _run(arguments)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:  # noqa: BLE001 - it is printed, as the interpreter prints it
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _main() -> None:
+    address, modules = sys.argv[1], sys.argv[2:]
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    for module in modules:
+        importlib.import_module(module)
+    import numpy as np
+
+    sys.path.pop(0)
+    gc.collect()
+    gc.freeze()  # else a collection writes to each object, and so copies all memory
+    request = _serve(address)
+    if request["session"]:
+        os.setsid()
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    np.random.seed()  # as Python does with its own after a fork; torch's has the same seed in each new process
+    status = _status(request["arguments"])
+    # As the interpreter ends, but for taking down all modules, which costs as much as importing them.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for output in (sys.stdout, sys.stderr):
+        output.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    _instead() if sys.argv[1] == "--instead" else _main()

@@ -1,0 +1,410 @@
+"""Loaders of sources of each kind, good and bad, for the law that compares them with the plain source in them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+import midepoch
+from support import sources
+
+SIZE, BATCH = 14, 3
+
+
+def identify(batch: Any) -> list[Hashable]:
+    """The first number of each row; of None, its name."""
+    if not isinstance(batch, torch.Tensor):
+        return [repr(batch)]
+    return [int(row) for row in batch.reshape(len(batch) if batch.ndim else 1, -1)[:, 0]]
+
+
+# --- sound sources ----------------------------------------------------------------------------------------------------
+
+
+class Counting(Dataset[torch.Tensor]):
+    """Counts its reads and its epochs, where the program can see them."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.size, self.reads, self.epoch = size, 0, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        self.reads += 1
+        return torch.tensor([index, random.random()], dtype=torch.float64)
+
+
+class CountsPasses(Sampler[int]):
+    """Its order follows from the epoch that it was told; it counts how often it was asked."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.epoch, self.passes = size, 0, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(random.Random(self.epoch).sample(range(self.size), self.size))
+
+
+class WritesTheSize(BatchSampler):
+    """Sets the size of the images before each batch, as multi-scale training does."""
+
+    def __init__(self, data: Images) -> None:
+        super().__init__(RandomSampler(data), BATCH, drop_last=False)
+        self.data = data
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number, batch in enumerate(super().__iter__()):
+            self.data.side = 2 + number
+            yield batch
+
+
+class Images(Dataset[torch.Tensor]):
+    side = 2
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((self.side,), float(index))
+
+
+class Chunks(IterableDataset[torch.Tensor]):
+    """Exposes its sampler. `given` is what comes of an index; `more` follows after the last."""
+
+    def __init__(self, given: Callable[[int], int], more: int = 0, endless: bool = False) -> None:
+        self.sampler, self.given, self.more, self.endless = RandomSampler(range(SIZE)), given, more, endless
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            for index in self.sampler:
+                for part in range(self.given(index)):
+                    yield torch.tensor([100.0 * part + index])
+            for number in range(self.more):
+                yield torch.tensor([-1.0 - number])
+            if not self.endless:
+                return
+
+
+def once(index: int) -> int:
+    return 1
+
+
+def sometimes_three(index: int) -> int:
+    return 3 if index % 5 == 0 else 1
+
+
+def not_each(index: int) -> int:
+    return int(index % 5 != 0)
+
+
+class AsksForItsWorker(CountsPasses):
+    """As dynamic bucketing does."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        seed = 1000 * self.epoch + (0 if info is None else info.id)
+        return iter(random.Random(seed).sample(range(self.size), self.size))
+
+
+class Restarts:
+    """Is its own iterator; __iter__ begins anew."""
+
+    def __iter__(self) -> Restarts:
+        self.position = 0
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if self.position == SIZE:
+            raise StopIteration
+        self.position += 1
+        return torch.tensor([self.position])
+
+
+class RestartsInLoader(Restarts, IterableDataset[torch.Tensor]):
+    pass
+
+
+class WithItsState(RestartsInLoader):
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+Make = Callable[..., Any]
+
+
+def loader_of(
+    data: Make, num_workers: int = 0, rank: int = 0, world_size: int = 1, *, sampler: Make | None = None,
+    batches: Make | None = None, shard: bool | None = None, divided: bool = False, **options: Any,
+) -> Any:  # fmt: skip
+    """A DataLoader, wrapped. `sampler` and `batches` make its sampler or batch sampler of the dataset."""
+    dataset = data()
+    keywords: dict[str, Any] = {"batch_size": BATCH, **options}
+    if divided:
+        keywords["sampler"] = DistributedSampler(dataset, world_size, rank, **keywords.pop("division", {}))
+    elif sampler is not None:
+        keywords["sampler"] = sampler(dataset)
+    elif batches is not None:
+        del keywords["batch_size"]
+        keywords["batch_sampler"] = batches(dataset)
+    source = DataLoader(dataset, num_workers=num_workers, **keywords)
+    return midepoch.wrap(source, seed=1, world=midepoch.World(rank, world_size), shard=shard)
+
+
+def wrapped(make: Make, rank: int = 0, world_size: int = 1, **options: Any) -> Any:
+    return midepoch.wrap(make(), seed=1, world=midepoch.World(rank, world_size), **options)
+
+
+def a_batch_each(dataset: Any) -> Any:
+    return [[index] for index in range(len(dataset))]
+
+
+def listed() -> Any:
+    return [torch.tensor([[index]]) for index in range(SIZE)]
+
+
+def random_with(dataset: Any, **keywords: Any) -> Any:
+    seed = keywords.pop("seed", None)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return RandomSampler(dataset, generator=generator, **keywords)
+
+
+def a_list(dataset: Any) -> Any:
+    return [*range(0, len(dataset), 2), 1, 1]
+
+
+def subset(dataset: Any) -> Any:
+    return SubsetRandomSampler(range(2, len(dataset)))
+
+
+def weighted(dataset: Any) -> Any:
+    return WeightedRandomSampler([1.0 + index % 3 for index in range(len(dataset))], len(dataset))
+
+
+def own(kind: Any, dataset: Any) -> Any:
+    return kind(len(dataset))
+
+
+def in_batches(dataset: Any) -> Any:
+    return BatchSampler(SequentialSampler(dataset), BATCH, drop_last=False)
+
+
+class Exposes(IterableDataset[torch.Tensor]):
+    def __init__(self) -> None:
+        self.sampler = AsksForItsWorker(SIZE)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for index in self.sampler:
+            yield torch.tensor([index])
+
+
+class Rows:
+    """A generator function; as a class so that processes can be sent one."""
+
+    def __call__(self) -> Iterator[torch.Tensor]:
+        for index in range(SIZE):
+            yield torch.tensor([[index, random.random()]])
+
+
+part = functools.partial
+mapped = part(loader_of, Counting)
+SOUND: dict[str, Make] = {
+    "in order": mapped,
+    "shuffled": part(mapped, shuffle=True),
+    "shuffled, the last batch left out": part(mapped, shuffle=True, drop_last=True),
+    "one sample at a time": part(mapped, shuffle=True, batch_size=None),
+    "a batch sampler as sampler": part(mapped, sampler=in_batches, batch_size=None),
+    "a generator's order": part(mapped, sampler=part(random_with, seed=5)),
+    "with replacement": part(mapped, sampler=part(random_with, replacement=True)),
+    "fewer than there are": part(mapped, sampler=part(random_with, num_samples=5)),
+    "more than there are": part(mapped, sampler=part(random_with, num_samples=33)),
+    "a random subset": part(mapped, sampler=subset),
+    "by weights": part(mapped, sampler=weighted),
+    "a list as sampler": part(mapped, sampler=a_list),
+    "divided over ranks": part(mapped, divided=True),
+    "divided over ranks, what is left dropped": part(mapped, divided=True, division={"drop_last": True}),
+    "divided over ranks, by itself": part(mapped, divided=True, shard=False),
+    "an own sampler": part(mapped, sampler=part(own, sources.EverySecond)),
+    "an own sampler that is told the epoch": part(mapped, sampler=part(own, CountsPasses)),
+    "an own batch sampler without a length": part(mapped, batches=part(own, sources.Buckets)),
+    "an own batch sampler that is a list": part(mapped, batches=a_batch_each),
+    "an iterable that exposes its sampler": part(loader_of, part(Chunks, once)),
+    "exposes its sampler, three samples for some": part(loader_of, part(Chunks, sometimes_three)),
+    "exposes its sampler, none for some": part(loader_of, part(Chunks, not_each)),
+    "exposes its sampler, flushes": part(loader_of, part(Chunks, once, 2)),
+    "exposes a sampler that asks for its worker": part(loader_of, Exposes),
+    "exposes its sampler, by itself": part(wrapped, part(Chunks, once)),
+    "two samplers": part(loader_of, part(sources.Pairs, SIZE)),
+    "a stream": part(loader_of, part(sources.Stream, SIZE), shard=True),
+    "a stream divided by its workers": part(loader_of, part(sources.Stream, SIZE, by_worker=True), shard=False),
+    "its own iterator": part(wrapped, Restarts, shard=True),
+    "its own iterator, in a DataLoader": part(loader_of, RestartsInLoader, shard=True),
+    "its own iterator with a state, in a DataLoader": part(loader_of, WithItsState),
+    "a list": part(wrapped, listed),
+    "a map-style dataset by itself": part(wrapped, Counting),
+    "a generator function": part(wrapped, Rows, shard=True),
+}
+
+
+# --- bad sources ------------------------------------------------------------------------------------------------------
+
+
+class BrokenError(Exception):
+    pass
+
+
+FAULTS = {
+    "never ends": (0, None), "ends at once": (0, 0), "raises at first": (0, 7), "raises later": (4, 7),
+    "raises after its last": (7, 7), "gives None": (0, 7), "gives the same object": (0, 7), "a length too low": (5, 7),
+    "a length too high": (9, 7),
+}  # fmt: skip
+
+
+class Faulty:
+    """Units 0 to 6, with one fault."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+        self.at, self.count = FAULTS[fault]
+        self.same = torch.zeros(1)
+
+    def units(self) -> Iterator[Any]:
+        for number in itertools.count() if self.count is None else range(self.count):
+            if self.fault.startswith("raises") and number == self.at:
+                raise BrokenError(f"unit {number} is broken")
+            if self.fault == "gives the same object":
+                yield self.same.fill_(number)
+            else:
+                yield None if self.fault == "gives None" else torch.tensor([number % 7])
+        if self.fault == "raises after its last":
+            raise BrokenError("there is no more")
+
+
+class Function(Faulty):
+    def __call__(self) -> Iterator[Any]:
+        return self.units()
+
+
+class Object(Faulty):
+    def __iter__(self) -> Iterator[Any]:
+        return self.units()
+
+
+class Sized(Object):
+    def __len__(self) -> int:
+        return self.at
+
+
+class Streamed(Object, IterableDataset[Any]):
+    pass
+
+
+class SizedStream(Sized, IterableDataset[Any]):
+    pass
+
+
+class Order(Sized, Sampler[int]):
+    """A sampler with the fault."""
+
+    def __iter__(self) -> Iterator[int]:
+        return map(int, self.units())
+
+
+class UnsizedOrder(Object):
+    def __iter__(self) -> Iterator[int]:
+        return map(int, self.units())
+
+
+class Indexed(Dataset[Any]):
+    """A map-style dataset with the fault."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+        self.at, self.count = FAULTS[fault]
+
+    def __len__(self) -> int:
+        return self.at if "length" in self.fault else self.count or 0
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 7:
+            raise IndexError(index)
+        if self.fault.startswith("raises") and index == min(self.at, 6):
+            raise BrokenError(f"sample {index} is broken")
+        return None if self.fault == "gives None" else torch.tensor([index])
+
+
+class ExposesIt(Faulty, IterableDataset[Any]):
+    """The sampler that it exposes has the fault."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(fault)
+        self.sampler = (Order if "length" in fault else UnsizedOrder)(fault)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.tensor([number]) for number in self.sampler)
+
+
+def faulty(form: str, fault: str) -> Any:
+    sized = "length" in fault
+    # None and what is not collated are handed out one by one.
+    single: dict[str, Any] = {"batch_size": None if fault in ("gives None", "gives the same object") else 2}
+    source: Any
+    if form == "function":
+        source = Function(fault)
+    elif form == "object":
+        source = (Sized if sized else Object)(fault)
+    elif form == "stream":
+        source = DataLoader((SizedStream if sized else Streamed)(fault), **single)
+    elif form == "dataset":
+        source = DataLoader(Indexed(fault), **single)
+    elif form == "sampler":
+        source = DataLoader(Counting(7), sampler=(Order if sized else UnsizedOrder)(fault), **single)
+    else:
+        source = DataLoader(ExposesIt(fault), **single)
+    return midepoch.wrap(source, seed=1)
+
+
+BAD: dict[str, Make] = {
+    f"{form}: {fault}": part(faulty, form, fault)
+    for form in ("function", "object", "stream", "dataset", "sampler", "exposed sampler")
+    for fault in FAULTS
+    if not (form == "function" and "length" in fault)
+    and not (form == "dataset" and fault in ("never ends", "gives the same object"))
+    and not ("sampler" in form and fault in ("gives None", "gives the same object"))
+} | {
+    "sampler: remembers": part(mapped, sampler=part(own, sources.Forgetful)),
+    "batch sampler: writes to the dataset": part(loader_of, Images, batches=WritesTheSize),
+    "exposed sampler: read for ever": part(loader_of, part(Chunks, once, endless=True)),
+}

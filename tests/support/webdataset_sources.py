@@ -1,0 +1,276 @@
+"""Shards, and factories of wrapped webdataset pipelines for the laws. Each sample says who it is and what it drew."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import pickle
+import random
+import tempfile
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import webdataset as wds
+from torch.utils.data import DataLoader
+
+import midepoch
+from support.law_sources import log_read
+from support.own_shards import DrawnShards, EpochShuffle, HalfOfThem, SharedEpoch, go_on
+
+SEED = 7
+
+
+def write_shard(path: Path, numbers: range, size: int = 0) -> None:
+    """A shard of samples ``{number}.cls`` (its number) and ``.bin`` (`size` bytes that follow from it)."""
+    with wds.TarWriter(str(path)) as writer:
+        for number in numbers:
+            content = np.random.default_rng(number).bytes(size) if size else b"-"
+            writer.write({"__key__": f"sample{number:06d}", "cls": str(number).encode(), "bin": content})
+
+
+def make_shards(folder: Path, counts: list[int], size: int = 0) -> list[str]:
+    """Shards of so many samples each, numbered through."""
+    folder.mkdir(parents=True, exist_ok=True)
+    first, urls = 0, []
+    for shard, count in enumerate(counts):
+        path = folder / f"shard-{shard:04d}.tar"
+        write_shard(path, range(first, first + count), size)
+        urls.append(str(path))
+        first += count
+    return urls
+
+
+def compress(urls: list[str]) -> list[str]:
+    compressed = []
+    for url in urls:
+        data = Path(url).read_bytes()
+        with gzip.GzipFile(url + ".gz", "wb", mtime=0) as file:
+            file.write(data)
+        compressed.append(url + ".gz")
+    return compressed
+
+
+# Indexes of the laws' shards are kept apart from the user's own, and from one law to the next.
+os.environ.setdefault("MIDEPOCH_CACHE", str(Path(tempfile.gettempdir()) / f"midepoch-webdataset-{os.getuid()}" / "c"))
+
+_FOLDER = Path(tempfile.gettempdir()) / f"midepoch-webdataset-{os.getuid()}"
+
+
+def law_shards(name: str, counts: list[int]) -> list[str]:
+    """Shards that all processes of a law find at one place; made by the first."""
+    folder = _FOLDER / f"{name}-{'-'.join(map(str, counts))}"
+    urls = [str(folder / f"shard-{shard:04d}.tar") for shard in range(len(counts))]
+    if not folder.exists():
+        made = Path(tempfile.mkdtemp(dir=_ensured(_FOLDER)))
+        compress(make_shards(made, counts))
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
+    return urls
+
+
+def _ensured(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+class Reading:
+    """A user's stage: the sample's number, and a number from every generator that code in a stage draws from."""
+
+    def __init__(self, read_log: str | None = None) -> None:
+        self.read_log, self.generator = read_log, np.random.default_rng(1)
+
+    def __call__(self, sample: dict[str, Any]) -> torch.Tensor:
+        number = int(sample["cls"])
+        log_read(self.read_log, number)
+        drawn = (random.random(), np.random.rand(), float(torch.rand(())), self.generator.random())
+        return torch.tensor([number, *drawn, midepoch.sample_generator().random()], dtype=torch.float64)
+
+
+def identify(batch: torch.Tensor) -> list[int]:
+    return [int(value) for value in batch[:, 0]]
+
+
+def draws(batch: torch.Tensor) -> list[Hashable]:
+    return [tuple(row[1:].tolist()) for row in batch]
+
+
+def stack(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples)
+
+
+def not_a_multiple_of_four(sample: dict[str, Any]) -> bool:
+    return int(sample["cls"]) % 4 != 0
+
+
+_UNEQUAL = [4, 0, 5, 1, 3]
+
+
+def indexed(
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    num_workers: int = 0,
+    batch_size: int = 2,
+    seed: int = SEED,
+    read_log: str | None = None,
+    size: int = 13,
+    items: list[Any] | None = None,
+) -> midepoch.StatefulIterable:
+    """13 samples in shards of unequal sizes, one of them empty, in a DataLoader."""
+    if items is not None:
+        return pickled(items, num_workers)
+    urls = law_shards("indexed", [*_UNEQUAL, *([size - 13] if size > 13 else [])])
+    dataset = wds.WebDataset(urls, shardshuffle=10, nodesplitter=wds.split_by_node).shuffle(100)
+    dataset = dataset.map(Reading(read_log)).batched(batch_size, collation_fn=stack)
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=num_workers)
+    return midepoch.wrap(loader, seed=seed, world=midepoch.World(rank, world_size))
+
+
+def pickled(items: list[Any], num_workers: int) -> midepoch.StatefulIterable:
+    """Whatever can be pickled, an item a batch."""
+    folder = Path(tempfile.mkdtemp(dir=_ensured(_FOLDER)))
+    with wds.TarWriter(str(folder / "items.tar"), mtime=1) as writer:
+        for number, item in enumerate(items):
+            writer.write({"__key__": f"item{number:04d}", "item": pickle.dumps(item)})
+    dataset = wds.WebDataset(str(folder / "items.tar"), shardshuffle=False).to_tuple("item").map_tuple(pickle.loads)
+    dataset = dataset.batched(1, collation_fn=only)
+    return midepoch.wrap(DataLoader(dataset, batch_size=None, num_workers=num_workers, collate_fn=as_it_is))
+
+
+def only(samples: list[tuple[Any]]) -> Any:
+    return samples[0][0]
+
+
+def as_it_is(value: Any) -> Any:
+    return value
+
+
+def indexed_sequential(
+    *, rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = 3, read_log: str | None = None
+) -> midepoch.StatefulIterable:
+    """In order, with the DataLoader's own batches, the last one left out."""
+    urls = law_shards("indexed", _UNEQUAL)
+    dataset = wds.WebDataset(urls, shardshuffle=False, nodesplitter=wds.split_by_node).map(Reading(read_log))
+    loader = DataLoader(dataset, batch_size=batch_size, num_workers=num_workers, drop_last=True)
+    return midepoch.wrap(loader, seed=SEED, world=midepoch.World(rank, world_size), tail="drop")
+
+
+def indexed_rebatched(
+    *, rank: int = 0, world_size: int = 1, num_workers: int = 0, read_log: str | None = None
+) -> midepoch.StatefulIterable:
+    """A WebLoader that takes batches apart, shuffles across workers and batches again."""
+    urls = law_shards("indexed", _UNEQUAL)
+    dataset = wds.WebDataset(urls, shardshuffle=10, nodesplitter=wds.split_by_node).shuffle(5)
+    dataset = dataset.map(Reading(read_log)).map(tuple_of).batched(4)
+    loader = wds.WebLoader(dataset, batch_size=None, num_workers=num_workers)
+    loader = loader.unbatched().shuffle(10).batched(3).map(first_of)
+    return midepoch.wrap(loader, seed=SEED, world=midepoch.World(rank, world_size))
+
+
+def tuple_of(sample: torch.Tensor) -> tuple[torch.Tensor]:
+    return (sample,)
+
+
+def first_of(batch: tuple[torch.Tensor]) -> torch.Tensor:
+    return batch[0]
+
+
+_EQUAL = [4] * 12
+
+
+def streamed(
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    num_workers: int = 0,
+    batch_size: int = 2,
+    seed: int = SEED,
+    read_log: str | None = None,
+) -> midepoch.StatefulIterable:
+    """12 compressed shards; the training loop can bear that some ranks end earlier, though here none does."""
+    urls = [url + ".gz" for url in law_shards("streamed", _EQUAL)]
+    dataset = wds.WebDataset(urls, shardshuffle=100, nodesplitter=wds.split_by_node).shuffle(10)
+    dataset = dataset.map(Reading(read_log)).batched(batch_size, collation_fn=stack)
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=num_workers)
+    return midepoch.wrap(loader, seed=seed, world=midepoch.World(rank, world_size), tail="uneven")
+
+
+def refilled(
+    *, rank: int = 0, world_size: int = 1, num_workers: int = 0, read_log: str | None = None
+) -> midepoch.StatefulIterable:
+    """Shards that could be indexed, read as streams, so that batches are full although samples are dropped."""
+    dataset = wds.WebDataset(law_shards("streamed", _EQUAL), shardshuffle=100, nodesplitter=wds.split_by_node)
+    dataset = dataset.shuffle(10).select(not_a_multiple_of_four).map(Reading(read_log)).batched(2, collation_fn=stack)
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=num_workers)
+    return midepoch.wrap(loader, seed=SEED, world=midepoch.World(rank, world_size), tail="uneven", refill=True)
+
+
+def piped(*, num_workers: int = 0, read_log: str | None = None) -> midepoch.StatefulIterable:
+    """Pipes, in order, two shards for each of six streams, by themselves or in workers."""
+    urls = [f"pipe:cat {url}" for url in law_shards("streamed", _EQUAL)]
+    pipeline = wds.DataPipeline(
+        wds.SimpleShardList(urls),
+        wds.split_by_node,
+        wds.split_by_worker,
+        wds.tarfile_to_samples(),
+        wds.map(Reading(read_log)),
+        wds.batched(3, collation_fn=stack),
+    )
+    loader: DataLoader[Any] = DataLoader(pipeline, batch_size=None, num_workers=num_workers)
+    return midepoch.wrap(loader, seed=SEED, streams=6)
+
+
+def own_stages(
+    *, rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = 2, read_log: str | None = None
+) -> midepoch.StatefulIterable:
+    """A shuffle of the user's own, by an epoch that processes share, and a reader that goes on after errors."""
+    pipeline = wds.DataPipeline(
+        wds.SimpleShardList(law_shards("indexed", _UNEQUAL)),
+        EpochShuffle(2000, 500, epoch=SharedEpoch()),
+        wds.split_by_node,
+        wds.split_by_worker,
+        wds.tarfile_to_samples(handler=go_on),
+        wds.shuffle(bufsize=50, initial=10),
+        wds.map(Reading(read_log)),
+        wds.batched(batch_size, collation_fn=stack),
+    )
+    loader = wds.WebLoader(pipeline, batch_size=None, num_workers=num_workers)
+    return midepoch.wrap(loader, seed=SEED, world=midepoch.World(rank, world_size))
+
+
+def weighted(
+    *, rank: int = 0, world_size: int = 1, num_workers: int = 0, read_log: str | None = None
+) -> midepoch.StatefulIterable:
+    """Shards of equal sizes that are drawn by weights, so many in an epoch. A sample may come again, as another one."""
+    shards = DrawnShards(law_shards("streamed", _EQUAL), [1, 1, 2, 0.5] * 3, nshards=4, epoch=SharedEpoch())
+    pipeline = wds.DataPipeline(shards, wds.tarfile_samples, wds.map(Reading(read_log)), wds.batched(2, stack))
+    loader: DataLoader[Any] = DataLoader(pipeline, batch_size=None, num_workers=num_workers)
+    return midepoch.wrap(loader, seed=SEED, world=midepoch.World(rank, world_size))
+
+
+def half_of_them(says: str) -> midepoch.StatefulIterable:
+    """A list of shards that does not do what it says."""
+    shards = HalfOfThem(law_shards("indexed", _UNEQUAL), says)
+    pipeline = wds.DataPipeline(shards, wds.tarfile_samples, wds.map(Reading()), wds.batched(1, stack))
+    return midepoch.wrap(pipeline.with_epoch(13), seed=SEED)
+
+
+def streams_of_the_world(*, num_workers: int = 0, read_log: str | None = None) -> midepoch.StatefulIterable:
+    """Five workers, whom twelve streams cannot serve: the number of streams follows from the world."""
+    urls = [url + ".gz" for url in law_shards("streamed", _EQUAL)]
+    dataset = wds.WebDataset(urls, shardshuffle=100).shuffle(10).map(Reading(read_log)).batched(2, collation_fn=stack)
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=num_workers)
+    return midepoch.wrap(loader, seed=SEED)
+
+
+def encoded(array: np.ndarray[Any, Any]) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()

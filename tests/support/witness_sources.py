@@ -1,0 +1,224 @@
+"""Datasets that are what they seem, and others that have changed when they are read again."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import midepoch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+SIZE = 32
+
+
+def image_of(number: int, side: int = 16) -> Any:
+    """A picture: smooth, so that its resized form is of the same picture, with values from 0 to 255."""
+    coarse = np.random.default_rng(number).normal(size=(3, 4, 4))
+    fine = np.kron(coarse, np.ones((1, side // 4, side // 4))) * 50 + 120
+    return (fine + np.random.default_rng(number + 10_000).normal(0, 6, fine.shape)).clip(0, 255).astype(np.uint8)
+
+
+class Files(Dataset[Any]):
+    """Pictures in a folder: as their names are listed, with a random shift of brightness.
+
+    Args:
+        order: of the names.
+        strength: of the augmentation.
+        rounding: the last bit of each value comes out another way, as from another decoder.
+        side: in pixels; may be changed between epochs.
+        mount: a folder in front of each name.
+        extra: what else comes with each picture, by name.
+        form: "float", "int" or "names".
+    """
+
+    def __init__(
+        self, order: str = "sorted", strength: float = 10.0, rounding: bool = False, side: int = 16,
+        mount: str = "/mnt/a", extra: str = "", form: str = "float", size: int = SIZE,
+    ) -> None:  # fmt: skip
+        numbers = list(range(size))
+        self.numbers = numbers if order == "sorted" else random.Random(order).sample(numbers, len(numbers))
+        self.strength, self.rounding, self.side, self.mount = strength, rounding, side, mount
+        self.extra, self.form, self.reads = extra, form, []  # type: ignore[var-annotated]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads.append(index)
+        number = self.numbers[index]
+        item: dict[str, Any] = {"label": number}
+        if self.form == "names":
+            item["path"] = f"{self.mount}/{number:05d}.png"
+        else:
+            image = image_of(number, self.side)
+            if self.rounding:
+                image = image ^ np.random.default_rng(index).integers(0, 2, image.shape, dtype=np.uint8)
+            item["image"] = torch.from_numpy(image)
+            if self.form == "float":
+                item["image"] = item["image"].float() / 255 + random.random() * self.strength / 255
+        if self.extra:
+            item[self.extra] = EXTRAS[self.extra]()
+        return item
+
+
+class Nothing:
+    """An object without equality."""
+
+    __slots__ = ()
+
+
+EXTRAS: dict[str, Callable[[], Any]] = {
+    "host": lambda: os.environ.get("AS_HOST", socket.gethostname()),
+    "time": time.time_ns,
+    "process": os.getpid,
+    "object": Nothing,
+}
+
+
+def as_it_is(items: list[Any]) -> list[Any]:
+    return items
+
+
+def make(workers: int = 0, batch: int = 4, options: dict[str, Any] | None = None, **source: Any) -> Any:
+    """A wrapped loader of `Files`."""
+    loader = DataLoader(Files(**source), batch, shuffle=True, num_workers=workers, collate_fn=as_it_is)
+    return midepoch.wrap(loader, seed=3, **(options or {}))
+
+
+# --- shards -----------------------------------------------------------------------------------------------------------
+
+
+def write_shards(folder: str, content: int = 0, time: float | None = 1, count: int = 4, size: int = 3000) -> list[str]:
+    """Tar archives of five samples each. Other contents have equal names and sizes. `time` None: of now."""
+    import webdataset as wds
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    paths = [f"{folder}/shard-{shard:04d}.tar" for shard in range(count)]
+    for shard, path in enumerate(paths):
+        with wds.TarWriter(path, mtime=time) as writer:
+            for number in range(5 * shard, 5 * shard + 5):
+                data = np.random.default_rng([content, number]).bytes(size)
+                writer.write({"__key__": f"s{number:04d}", "bin": data, "cls": f"{number}".encode()})
+    return paths
+
+
+def of_shard(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"label": int(sample["cls"])}
+
+
+def make_webdataset(
+    urls: list[str], workers: int = 0, batch: int = 2, world: tuple[int, int] = (0, 1),
+    options: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """A wrapped loader of shards."""
+    import webdataset as wds
+
+    dataset = wds.WebDataset(urls, shardshuffle=9, nodesplitter=wds.split_by_node).shuffle(9).map(of_shard)
+    loader = DataLoader(dataset.batched(batch, collation_fn=list), batch_size=None, num_workers=workers)
+    world_of_it = midepoch.World(*world)
+    return midepoch.wrap(loader, seed=3, world=world_of_it, tail="uneven", progress=False, **(options or {}))
+
+
+def write_mds(folder: str, content: int = 0, **keywords: Any) -> str:
+    """Streaming's own format, 24 samples in many shards. Other contents have equal sizes."""
+    import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvision
+    from streaming import MDSWriter
+
+    with MDSWriter(out=folder, columns={"label": "int", "data": "bytes"}, size_limit=600, **keywords) as writer:
+        for number in range(24):
+            data = np.random.default_rng([content, number]).bytes(100)
+            writer.write({"label": number, "data": data})
+    return folder
+
+
+def make_streaming(
+    local: str | None = None, remote: str | None = None, workers: int = 0, batch: int = 2, shuffle: bool = True,
+    persistent: bool = False, options: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """A wrapped StreamingDataLoader."""
+    from streaming import StreamingDataLoader, StreamingDataset
+
+    from support import streaming_sources
+
+    with streaming_sources.one_at_a_time():
+        dataset = StreamingDataset(local=local, remote=remote, batch_size=batch, shuffle=shuffle, shuffle_seed=3)
+    loader = StreamingDataLoader(dataset, batch_size=batch, num_workers=workers, persistent_workers=persistent)
+    return midepoch.wrap(loader, **(options or {}))
+
+
+def labels_of(batch: Any) -> list[int]:
+    return batch["label"].tolist() if isinstance(batch, dict) else [item["label"] for item in batch]
+
+
+MAKERS: dict[str, Callable[..., Any]] = {"files": make, "webdataset": make_webdataset, "streaming": make_streaming}
+
+
+# --- in a process that has read nothing yet ---------------------------------------------------------------------------
+
+_opened: list[str] = []
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and str(arguments[0]).endswith((".tar", ".mds")):
+        _opened.append(str(arguments[0]))
+
+
+def resume(state: dict[str, Any], arguments: dict[str, Any], kind: str = "files") -> dict[str, Any]:
+    """What comes of the state in this process.
+
+    Returns:
+        rest: labels; error; warnings; batches: that were given before the error; opened: shards that this process, not
+        a worker, opened while it read.
+    """
+    rest: list[int] = []
+    error, batches = "", 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with MAKERS[kind](**arguments) as loader:
+            try:
+                loader.load_state_dict(state)
+                _opened.clear()
+                for batch in loader:
+                    rest, batches = rest + labels_of(batch), batches + 1
+            except midepoch.MidepochError as raised:
+                rest, error = [], f"{type(raised).__name__}: {raised}"
+            opened = sorted(set(_opened))
+    told = [str(each.message) for each in caught if issubclass(each.category, midepoch.MidepochWarning)]
+    return {"rest": rest, "error": error, "warnings": told, "batches": batches, "opened": opened}
+
+
+def in_new_process(
+    folder: Path, asked: list[dict[str, Any]], modules: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
+    """What comes of states in a process that has not read them before, and has imported these modules."""
+    from support import forking
+
+    (folder / "asked.json").write_text(json.dumps(asked))
+    run = forking.run([__file__, folder / "asked.json"], check=True, modules=modules)
+    return list(json.loads(run.stdout.splitlines()[-1]))
+
+
+def outcome(found: dict[str, Any]) -> str:
+    """The error's name, "told" or "exact"."""
+    if found["error"]:
+        return str(found["error"]).partition(":")[0]
+    return "told" if found["warnings"] else "exact"
+
+
+if __name__ == "__main__":
+    sys.addaudithook(_note)
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    print(json.dumps([resume(each["state"], each["arguments"], each.get("kind", "files")) for each in asked]))

@@ -1,0 +1,292 @@
+"""Lightning without the callback: a warning names the callback as a run resumes."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+pytest.importorskip("lightning", reason="Lightning is not installed")
+
+
+from lightning.pytorch.callbacks import Callback, Timer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import CombinedLoader
+from lightning_runs import TRAIN, Killed, Make, Peeking, Recorder, Saver, fit, mapped, unknown
+
+import midepoch
+from midepoch.adapters.trainers.lightning import ExactResume
+
+NAMED = r"resumes this loader from .* by its own counts, which may not be exact: add .*ExactResume\(\) to the trainer's"
+
+
+class Plain(Dataset[torch.Tensor]):
+    """Nothing random, so that it needs no wrapping."""
+
+    def __init__(self, name: float, size: int = 6) -> None:
+        self.name, self.size = name, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([self.name, float(index)])
+
+
+def bare(name: float = 7, size: int = 6) -> Any:
+    return DataLoader(Plain(name, size), batch_size=2)
+
+
+class Hooks(Recorder):
+    """Writes down when epochs end, too."""
+
+    def on_train_epoch_end(self) -> None:
+        self.log_of.append(("end", self.trainer.current_epoch))
+
+
+class HooksPeeking(Hooks, Peeking):
+    pass
+
+
+class StopsAt(Callback):
+    """As a user's callback that has seen enough."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: Any, *arguments: Any, **keywords: Any) -> None:
+        trainer.should_stop = trainer.global_step >= self.steps
+
+
+class Case:
+    """One interruption and its resume, without the callback."""
+
+    def __init__(self, folder: Path, train: Make, validation: Make | None = None, **settings: Any) -> None:
+        self.path, self.train, self.validation = folder / "saved.ckpt", train, validation
+        self.settings = {"module": Hooks, "exact": False, **settings}
+        self.whole: list[Any] = []
+        self.log: list[Any] = []
+        self.told: list[str] = []
+        self._fit(self.whole)
+
+    def _fit(self, log: list[Any], **settings: Any) -> Any:
+        return fit(log, self.train, self.validation, **{"told": [], **self.settings, **settings})
+
+    def cut(self, hook: str, at: int) -> bool:
+        """Save and stop at the n-th call of a hook; False if it is not called as often."""
+        self.log = []
+        try:
+            self._fit(self.log, callbacks=(Saver(hook, at, self.path),))
+        except Killed:
+            self._resume()
+            return True
+        return False
+
+    def stop(self, **settings: Any) -> None:
+        """Let the run end by itself, save, and go on with the other settings."""
+        self.log = []
+        self._fit(self.log, **settings).save_checkpoint(self.path)
+        self._resume()
+
+    def _resume(self) -> None:
+        self.told = []
+        self._fit(self.log, checkpoint=self.path, told=self.told)
+
+    @property
+    def exact(self) -> bool:
+        return self.log == self.whole
+
+    @property
+    def named(self) -> bool:
+        return sum(bool(re.search(NAMED, each)) for each in self.told) == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"limit_train_batches": 4}, {"accumulate_grad_batches": 2}], ids=str)
+def test_a_run_that_resumes_in_the_middle_of_an_epoch_is_exact_and_told_once(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    case = Case(tmp_path, mapped, **settings)
+    batches = settings.get("limit_train_batches", 5)
+    cuts = [at for at in range(1, 2 * batches) if at % batches]
+    for at in cuts:
+        assert case.cut("on_train_batch_end", at)
+        assert case.exact and case.named, (at, case.told)
+    assert len(cuts) >= 4
+
+
+def test_nothing_is_told_where_nothing_resumes(tmp_path: Path) -> None:
+    for kind in ("mapped", "unknown", "dict"):
+        told: list[str] = []
+        trainer = fit([], TRAIN[kind], exact=False, told=told, max_steps=3)
+        trainer.fit_loop.epoch_loop.max_steps = -1
+        trainer.fit(Recorder([]), TRAIN[kind]())
+        assert not told
+
+
+def saved_as(hook: str, at: int) -> Callable[[Case], None]:
+    def play(case: Case) -> None:
+        assert case.cut(hook, at)
+
+    return play
+
+
+def ended_by(callback: Callable[[], Callback] | None = None, **settings: Any) -> Callable[[Case], None]:
+    return lambda case: case.stop(callbacks=() if callback is None else (callback(),), **settings)
+
+
+class Ends(Timer):
+    """A Timer whose time is over after so many batches, however fast they are."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__(duration={"hours": 1})
+        self.batches = batches
+
+    def time_elapsed(self, stage: Any = "train") -> float:
+        self.batches -= 1
+        return 0.0 if self.batches >= 0 else 7200.0
+
+
+BY_STEPS = {"max_steps": 9, "max_epochs": -1}
+
+NEEDED: dict[str, tuple[Make, dict[str, Any], Callable[[Case], None]]] = {
+    "max_steps": (mapped, {}, ended_by(max_steps=3)),
+    "max_steps in the last epoch": (mapped, {}, ended_by(max_steps=8)),
+    "max_steps, and more of them": (mapped, BY_STEPS, ended_by(max_steps=3)),
+    "max_steps at an epoch's end": (mapped, BY_STEPS, ended_by(max_steps=5)),
+    "should_stop": (mapped, {}, ended_by(lambda: StopsAt(3))),
+    "Timer": (mapped, {}, ended_by(lambda: Ends(3))),
+    "unknown length": (unknown, {}, saved_as("on_train_batch_end", 2)),
+    "unknown length, at an epoch's end": (unknown, {}, saved_as("on_train_epoch_end", 1)),
+    "estimated_stepping_batches": (mapped, {"module": HooksPeeking}, saved_as("on_train_batch_end", 3)),
+    "estimated_stepping_batches and max_steps": (mapped, {"module": HooksPeeking}, ended_by(max_steps=8)),
+    "max_size": (TRAIN["max_size mapped"], {}, saved_as("on_train_batch_end", 4)),
+    "max_size_cycle": (TRAIN["dict"], {}, saved_as("on_train_epoch_end", 1)),
+    "in the middle of a batch": (mapped, {}, saved_as("on_train_batch_start", 3)),
+    "before an epoch's first batch": (mapped, {}, saved_as("on_train_epoch_start", 2)),
+    "after an epoch's last batch": (mapped, {}, saved_as("on_train_batch_end", 5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_it_is_named_where_it_is_needed_and_mends_it(name: str, tmp_path: Path) -> None:
+    train, settings, play = NEEDED[name]
+    case = Case(tmp_path, train, **settings)
+    play(case)
+    assert not case.exact and case.named, case.told
+    play(mended := Case(tmp_path, train, **{**settings, "exact": True}))
+    assert [each for each in mended.log if each[0] == "train"] == [each for each in case.whole if each[0] == "train"]
+    assert not mended.told
+
+
+class RestoresLate(SingleDeviceStrategy):
+    """As the strategies of sharded models, which read a checkpoint when the optimizers have been made."""
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+
+def test_loaders_that_were_made_before_a_late_checkpoint(tmp_path: Path) -> None:
+    class Late(Case):
+        def _fit(self, log: list[Any], **settings: Any) -> Any:
+            return super()._fit(log, strategy=RestoresLate(device="cpu"), **settings)
+
+    case = Late(tmp_path, mapped, module=HooksPeeking)
+    assert case.cut("on_train_batch_end", 3)
+    assert not case.exact and case.named
+
+
+def test_it_is_told_once_of_several_loaders(tmp_path: Path) -> None:
+    case = Case(tmp_path, TRAIN["dict"])
+    case.stop(max_steps=3)
+    assert case.named
+
+
+# --- the scenarios of Lightning's own test of loaders that are saved and restored -------------------------------------
+
+
+def numbers(batch: Any) -> Any:
+    """The first sample of each loader's batch."""
+    return [numbers(each) for each in batch] if isinstance(batch[0][0], list) else batch[0][:2]
+
+
+LOADERS: dict[str, tuple[Make, int]] = {
+    "single": (lambda: mapped(name=1), 0),
+    "single of unknown length": (lambda: unknown(name=1), 0),
+    "combined": (lambda: CombinedLoader(mapped(name=1)), 0),
+    "several": (lambda: [mapped(12, 1), mapped(10, 2)], 0),
+    "several of unknown length": (lambda: CombinedLoader([unknown(name=1), unknown(6, 2)]), 0),
+    "one, not wrapped": (lambda: CombinedLoader(bare(1, 10)), 1),
+    "mixed": (lambda: CombinedLoader([bare(1, 10), mapped(10, 2), bare(3, 10)]), 2),
+    "mixed, two wrapped": (lambda: [bare(1, 10), mapped(10, 2), mapped(10, 3)], 1),
+}
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("name", LOADERS)
+def test_two_steps_and_then_two_more(name: str, exact: bool, tmp_path: Path) -> None:
+    make, not_wrapped = LOADERS[name]
+    run = functools.partial(fit, train=make, exact=exact, limit_val_batches=0, max_epochs=-1)
+    whole: list[Any] = []
+    run(whole, told=[], max_steps=4)
+    log: list[Any] = []
+    told: list[str] = []
+    run(log, told=told, max_steps=2).save_checkpoint(tmp_path / "saved.ckpt")
+    run(log, told=told, max_steps=4, checkpoint=tmp_path / "saved.ckpt")
+    assert len(log) == 4
+    found, expected = [each[3] for each in log], [each[3] for each in whole]
+    if not not_wrapped:
+        assert found == expected or not exact
+        assert bool(told) is not exact
+    elif name == "one, not wrapped":
+        assert found == expected[:2] * 2
+    else:  # each wrapped loader goes on, and the others start again, as with Lightning's own
+        for place in range(3):
+            names = [batch[place] for batch in found]
+            is_wrapped = len(names[0][0]) == 3
+            assert names == [batch[place] for batch in (expected if is_wrapped else expected[:2] * 2)], place
+    if exact and not_wrapped:
+        assert any("DataLoader are not wrapped" in each for each in told)
+    elif name != "one, not wrapped":
+        assert exact or any("ExactResume" in each for each in told)
+
+
+def test_a_checkpoint_without_the_callback_of_loaders_not_all_wrapped(tmp_path: Path) -> None:
+    """The callback leaves them to Lightning, which had saved them."""
+    make = LOADERS["mixed"][0]
+    whole: list[Any] = []
+    fit(whole, make, told=[], exact=False, max_steps=4)
+    log: list[Any] = []
+    fit(log, make, told=[], exact=False, max_steps=2).save_checkpoint(tmp_path / "saved.ckpt")
+    fit(log, make, told=[], exact=True, max_steps=4, checkpoint=tmp_path / "saved.ckpt")
+    assert [each[3][1] for each in log] == [each[3][1] for each in whole]
+
+
+def test_the_callback_is_found_where_it_is_one_of_the_users_own(tmp_path: Path) -> None:
+    class Own(ExactResume):
+        pass
+
+    log: list[Any] = []
+    told: list[str] = []
+    run = functools.partial(fit, train=mapped, exact=False, told=told, max_epochs=2)
+    run(log, max_steps=3, callbacks=(Own(),)).save_checkpoint(tmp_path / "saved.ckpt")
+    run(log, checkpoint=tmp_path / "saved.ckpt", callbacks=(Own(),))
+    assert len(log) == 10 and not told
+
+
+def test_a_loader_of_ours_is_asked_for_nothing_else() -> None:
+    """What is looked at belongs to Lightning's loop of epochs; others with methods of these names are left alone."""
+
+    class Loop:
+        def setup_data(self) -> Any:
+            from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+            return iter(CombinedLoader([midepoch.wrap(bare())]))
+
+    assert Loop().setup_data() is not None

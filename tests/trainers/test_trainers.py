@@ -1,0 +1,522 @@
+"""One line for each trainer, and a real run of it that is cut and continued."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+import torch.multiprocessing
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import midepoch
+from midepoch import StateMismatchError
+from support.kill_examples import assert_went_on
+from support.places import ROOT
+
+dcp: Any = torch.distributed.checkpoint  # which does not say what it exports
+
+
+class Noisy(Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, size: int = 22) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.tensor([float(index), float(torch.rand(()))])}
+
+
+EXAMPLES = ROOT / "examples"
+
+
+def make(size: int = 22, batch_size: int = 2) -> midepoch.Loader:
+    return midepoch.wrap(DataLoader(Noisy(size), batch_size=batch_size, shuffle=True), seed=3)
+
+
+def whole(epochs: int = 2, **settings: Any) -> list[Any]:
+    loader = make(**settings)
+    return [batch["x"].tolist() for _ in range(epochs) for batch in loader]
+
+
+def rest(loader: midepoch.Loader, epochs: int = 2) -> list[Any]:
+    found: list[Any] = []
+    while loader.epoch < epochs:
+        found += [batch["x"].tolist() for batch in loader]
+    return found
+
+
+def head(loader: midepoch.Loader, batches: int) -> list[Any]:
+    endless = (batch for _ in itertools.count() for batch in loader)
+    return [batch["x"].tolist() for batch in itertools.islice(endless, batches)]
+
+
+# --- Hugging Face Trainer ---------------------------------------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    """Writes down what it is given."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.seen = seen
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.seen.append(x.tolist())
+        return {"loss": self.layer(x / 22).square().mean()}
+
+
+def hugging_face(
+    folder: Path, seen: list[Any], loader: Any = None, resume: Any = None, stop_at: int = -1, **settings: Any
+) -> Any:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from midepoch.adapters.trainers.transformers import feed
+
+    class Stop(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+        def on_step_end(self, arguments: Any, state: Any, control: Any, **keywords: Any) -> None:
+            control.should_training_stop = control.should_training_stop or state.global_step == stop_at
+
+    torch.manual_seed(0)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), num_train_epochs=2, save_strategy="steps", save_steps=1, report_to=[], use_cpu=True,
+        disable_tqdm=True, remove_unused_columns=False, learning_rate=0.1, **settings,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=Model(seen), args=arguments, callbacks=[Stop()])
+    feed(trainer, loader or make())
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.long), 3])
+def test_hugging_face_trainer(accumulate: int, tmp_path: Path) -> None:
+    expected: list[Any] = []
+    reference = hugging_face(tmp_path / "whole", expected, gradient_accumulation_steps=accumulate)
+    assert expected == whole()
+    steps = reference.state.global_step
+    for cut in sorted({1, 3, steps // 2 - 1, steps // 2, steps // 2 + 1, steps - 1}):
+        seen: list[Any] = []
+        folder = tmp_path / f"cut{cut}"
+        hugging_face(folder, seen, stop_at=cut, gradient_accumulation_steps=accumulate)
+        again = hugging_face(
+            folder, seen, resume=str(folder / f"checkpoint-{cut}"), gradient_accumulation_steps=accumulate
+        )
+        assert seen == expected, cut
+        assert again.state.global_step == steps
+        for one, two in zip(again.model.parameters(), reference.model.parameters(), strict=True):
+            assert torch.equal(one, two), f"weights differ after a cut at step {cut}"
+
+
+def test_hugging_face_trainer_on_another_split(tmp_path: Path) -> None:
+    hugging_face(tmp_path, [], stop_at=5)
+    with pytest.raises(StateMismatchError, match=r"an epoch had 11 batches .* but has 6 now"):
+        hugging_face(tmp_path, [], loader=make(batch_size=4), resume=str(tmp_path / "checkpoint-5"))
+    with pytest.raises(TypeError, match="feed takes a Trainer and a wrapped loader"):
+        from midepoch.adapters.trainers.transformers import feed
+
+        feed(make(), make())  # type: ignore[arg-type]
+
+
+# --- one line each ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 11, 14])
+def test_fabric(cut: int, tmp_path: Path) -> None:
+    fabric = pytest.importorskip("lightning").Fabric(accelerator="cpu")
+    loader = make()
+    before = head(loader, cut)
+    fabric.save(tmp_path / "checkpoint", {"loader": loader})
+    resumed = make()
+    fabric.load(tmp_path / "checkpoint", {"loader": resumed})
+    assert before + rest(resumed) == whole()
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 11, 14])
+def test_accelerate(cut: int, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    loader = make()
+    accelerator.register_for_checkpointing(loader)
+    before = head(loader, cut)
+    accelerator.save_state(str(tmp_path))
+    other = accelerate.Accelerator(cpu=True)
+    resumed = make()
+    other.register_for_checkpointing(resumed)
+    other.load_state(str(tmp_path))
+    assert before + rest(resumed) == whole()
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7, 11, 14])
+@pytest.mark.parametrize("background", [False, True])
+def test_distributed_checkpoint(background: bool, cut: int, tmp_path: Path) -> None:
+    loader = make()
+    before = head(loader, cut)
+    if background:
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        try:
+            saving = dcp.async_save({"loader": loader}, checkpoint_id=str(tmp_path / "checkpoint"))
+            head(loader, 2)  # training goes on meanwhile
+            saving.result()
+        finally:
+            torch.distributed.destroy_process_group()
+    else:
+        dcp.save({"loader": loader}, checkpoint_id=str(tmp_path / "checkpoint"))
+    resumed = make()
+    dcp.load({"loader": resumed}, checkpoint_id=str(tmp_path / "checkpoint"))
+    assert before + rest(resumed) == whole()
+
+
+def checkpoint_process(rank: int, world_size: int, folder: Path, samples: Any) -> None:
+    """Two batches and a save in a world of two; a load and the rest of the epoch in one of three."""
+    store = f"file://{folder}/store{world_size}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    world = midepoch.World(rank, world_size)
+    loader = midepoch.wrap(DataLoader(Noisy(24), batch_size=6 // world_size, shuffle=True), seed=3, world=world)
+    if world_size == 2:
+        samples.put(head(loader, 2))
+        dcp.save({"loader": loader}, checkpoint_id=str(folder / "checkpoint"))
+    else:
+        dcp.load({"loader": loader}, checkpoint_id=str(folder / "checkpoint"))
+        samples.put(rest(loader, 1))
+    samples.close()
+    samples.join_thread()
+    torch.distributed.destroy_process_group()
+    os._exit(0)
+
+
+def test_distributed_checkpoint_on_another_number_of_processes(tmp_path: Path) -> None:
+    context = torch.multiprocessing.get_context("fork")
+    samples: Any = context.Queue()
+    found = []
+    for world_size in (2, 3):
+        arguments = [(rank, world_size, tmp_path, samples) for rank in range(world_size)]
+        processes = [context.Process(target=checkpoint_process, args=each) for each in arguments]
+        for each in processes:
+            each.start()
+        found += [sample for _ in processes for batch in samples.get(timeout=120) for sample in batch]
+        for each in processes:
+            each.join(300)
+            assert each.exitcode == 0
+    assert sorted(found) == sorted(sample for batch in whole(1, size=24) for sample in batch)
+
+
+@pytest.mark.parametrize("cut", [1, 7, 11, 14])
+def test_ignite(cut: int, tmp_path: Path) -> None:
+    pytest.importorskip("ignite")
+    from ignite.engine import Engine, Events
+    from ignite.handlers import Checkpoint, DiskSaver
+
+    def engine(loader: Any, seen: list[Any], stop: int = -1) -> tuple[Any, Any]:
+        made = Engine(lambda engine, batch: seen.append(batch["x"].tolist()))
+        saver = DiskSaver(str(tmp_path / str(cut)), create_dir=True, require_empty=False)
+        checkpoint = Checkpoint({"trainer": made, "loader": loader}, saver, filename_pattern="checkpoint.pt")
+
+        @made.on(Events.ITERATION_COMPLETED)
+        def _save() -> None:
+            if made.state.iteration == stop:
+                checkpoint(made)
+                made.terminate()
+
+        return made, checkpoint
+
+    seen: list[Any] = []
+    loader = make()
+    engine(loader, seen, cut)[0].run(loader, max_epochs=2)
+    loader = make()
+    resumed, _ = engine(loader, seen)
+    saved = torch.load(next((tmp_path / str(cut)).iterdir()), weights_only=True)
+    Checkpoint.load_objects({"trainer": resumed, "loader": loader}, saved)
+    resumed.run(loader)
+    assert seen == whole()
+
+
+# --- trainers that are installed apart, by `make trainers` ------------------------------------------------------------
+
+
+def run_apart(trainer: str, job: str, folder: Path, processes: int | None, *arguments: str) -> str:
+    """Run a job, under torchrun on so many processes, beside a trainer that lies in a folder of its own."""
+    apart = Path(sys.prefix) / "trainers" / trainer
+    if not apart.exists():
+        pytest.skip(f"{trainer} is not installed: `make trainers` installs it, in a folder of its own, and runs this")
+    environment = {**os.environ, "PYTHONPATH": str(apart), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "RAY_USAGE_STATS_ENABLED": "0", **environment}
+    command = [sys.executable]
+    if processes is not None:
+        command += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command += [str(Path(__file__).parent / job), str(folder), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("trainer", ["composer", "ray", "torchtitan"])
+def test_examples_are_killed_and_go_on(trainer: str, tmp_path: Path) -> None:
+    names = {"composer": "composer_trainer.py", "ray": "ray_train.py", "torchtitan": "torchtitan_feed.py"}
+    options = {"composer": ["--import", "cpu_torchvision"], "ray": ["--kill-after", "14"]}  # of two workers
+    example = str(EXAMPLES / names[trainer])
+    killed = [example, "--in-a-save", *options.get(trainer, [])]
+    output = run_apart(trainer, "../support/kill_examples.py", tmp_path, None, *killed)
+    # Ray's controller learns of a checkpoint some time after it was reported.
+    assert_went_on(trainer, behind=3 if trainer == "ray" else 0, **json.loads(output)[names[trainer]])
+
+
+def test_composer_cut_at_every_batch(tmp_path: Path) -> None:
+    """Also with fewer batches an epoch than there are; random numbers of the model and Composer's counts included."""
+    run_apart("composer", "composer_job.py", tmp_path, 1, "--every-cut")
+    cuts = json.loads((tmp_path / "cuts").read_text())
+    assert [name for name, exact in cuts.items() if not exact] == []
+    assert len(cuts) == 21 + 9 + 5 + 5 + 3 + 3
+
+
+def test_composer_on_another_number_of_processes(tmp_path: Path) -> None:
+    for processes, arguments in ((2, "--stop 5ba"), (3, "--resume 5 --stop 13ba"), (1, "--resume 11")):
+        run_apart("composer", "composer_job.py", tmp_path, processes, *arguments.split())
+    expected = whole(size=66, batch_size=6)
+    for begin, processes, count in ((0, 2, [0, 5]), (5, 3, [1, 13]), (11, 1, [2, 22])):
+        parts = [json.loads((tmp_path / f"log-{begin:02}-{rank}").read_text()) for rank in range(processes)]
+        batches = [list(itertools.chain(*each)) for each in zip(*[seen for seen, _ in parts], strict=True)]
+        assert batches == expected[begin : count[1]]
+        assert all(each == count for _, each in parts), "Composer's own count of epochs and batches"
+
+
+def test_torchtitan(tmp_path: Path) -> None:
+    """1 -> 2 -> 3 processes, cut in three epochs; then four, of which two read the same since tensors are divided."""
+    for processes, steps in ((1, 5), (2, 15), (3, 27)):
+        run_apart("torchtitan", "torchtitan_job.py", tmp_path, processes, f"--steps={steps}")
+    (tmp_path / "divided").mkdir()
+    run_apart("torchtitan", "torchtitan_job.py", tmp_path / "divided", 4, "--steps=5", "--tensor-parallel=2")
+    batches: dict[int, list[Any]] = {}
+    expected = json.loads((tmp_path / "expected").read_text())
+    for path in sorted(tmp_path.glob("log-*")):
+        for step, batch in json.loads(path.read_text()):
+            batches.setdefault(step, []).extend(batch)
+    assert [batches[step] for step in sorted(batches)] == expected[:27]
+    logs = [json.loads((tmp_path / "divided" / f"log-05-4-{rank}").read_text()) for rank in range(4)]
+    assert logs[0] == logs[1] and logs[2] == logs[3]
+    assert [one + two for (_, one), (_, two) in zip(logs[0], logs[2], strict=True)] == expected[:5]
+
+
+def ray_steps(folder: Path) -> set[int]:
+    """The numbers of workers in a run. Each step of each of them is compared with that of an undisturbed run."""
+    batches: dict[tuple[int, int], dict[int, Any]] = {}
+    for path in folder.glob("log-*"):
+        for step, rank, world_size, batch in map(json.loads, path.read_text().splitlines()):
+            ranks = batches.setdefault((step, world_size), {})
+            assert ranks.setdefault(rank, batch) == batch, "another batch behind a restart"
+    expected, done = whole(size=72, batch_size=6), set()
+    for (step, world_size), ranks in batches.items():
+        if len(ranks) == world_size:  # one that was killed may not have come to it
+            assert [sample for rank in sorted(ranks) for sample in ranks[rank]] == expected[step - 1]
+            done.add(step)
+    assert done == set(range(1, 25))
+    return {world_size for _, world_size in batches}
+
+
+def test_ray_train(tmp_path: Path) -> None:
+    """A worker kills itself in the middle of an epoch, Ray starts all again, and three go on where two have stopped."""
+    run_apart("ray", "ray_job.py", tmp_path, None)
+    assert (tmp_path / "killed").exists()
+    assert ray_steps(tmp_path) == {2, 3}
+
+
+def test_rays_elastic_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine joins, Ray starts three workers in place of two; it is lost, and two go on."""
+    monkeypatch.setenv("RAY_health_check_period_ms", "2000")  # it is missed sooner than in half a minute
+    monkeypatch.setenv("RAY_health_check_failure_threshold", "4")
+    run_apart("ray", "ray_job.py", tmp_path, None, "elastic")
+    assert ray_steps(tmp_path) == {2, 3}
+    last = max(tmp_path.glob("log-*"), key=lambda path: path.stat().st_mtime)
+    assert last.name.startswith("log-2")
+
+
+def restarts(folder: Path, ranks: int, **job: Any) -> list[int]:
+    """The statuses of a job's ranks. Each step that all of them have read is compared with a job of one rank."""
+    output = run_apart("inprocess", "inprocess_job.py", folder, None, str(ranks), json.dumps(job))
+    statuses: list[int] = json.loads(output)
+    reference = midepoch.wrap(DataLoader(Noisy(90), batch_size=12, shuffle=True), seed=3, world=midepoch.World())
+    expected = [sorted(map(tuple, batch["x"].tolist())) for _ in range(2) for batch in reference]
+    steps: dict[tuple[int, int], list[Any]] = {}
+    for log in folder.glob("log-*"):
+        for line in log.read_text().splitlines():
+            _, step, _, weight, batch = json.loads(line)
+            steps.setdefault((int(log.name.split("-")[2]), step), []).extend(map(tuple, batch if weight else []))
+    for (_, step), rows in steps.items():
+        assert set(rows) <= set(expected[step])
+        assert len(set(rows)) == len(rows)
+    last = max(start for start, _ in steps)
+    assert all(sorted(rows) == expected[step] for (start, step), rows in steps.items() if start == last)
+    return statuses
+
+
+@pytest.mark.parametrize(
+    ("options", "faults", "dead"),
+    [
+        ({}, [(0, 1, 4, "raise")], []),
+        ({"workers": 2}, [(0, 1, 4, "raise"), (1, 2, 6, "kill"), (2, 0, 8, "kill in a save")], [0, 2]),
+        ({"workers": 2, "outside": True, "persistent": True}, [(0, 2, 1, "kill"), (1, 0, 8, "raise")], [2]),
+        ({"workers": 1, "outside": True, "snapshot": True}, [(0, 1, 0, "raise"), (1, 2, 11, "kill")], [2]),
+    ],
+)
+def test_in_process_restarts(options: dict[str, Any], faults: list[Any], dead: list[int], tmp_path: Path) -> None:
+    """Ranks die or fail, all others begin the function again, and the counts of samples say what was trained on."""
+    statuses = restarts(tmp_path, 3, faults=faults, **options)
+    assert statuses == [-9 if rank in dead else 0 for rank in range(3)], (tmp_path / "said-0").read_text()[-3000:]
+    for rank in set(range(3)) - set(dead):
+        assert torch.load(tmp_path / f"counts-{rank}.pt").unique().tolist() == [2]
+    starts = {int(log.name.split("-")[2]) for log in tmp_path.glob("log-*")}
+    assert starts == set(range(len(faults) + 1))
+
+
+def test_an_in_process_restart_without_a_state_ends_the_job(tmp_path: Path) -> None:
+    statuses = restarts(tmp_path, 2, faults=[(0, 1, 4, "raise")], forgets=True)
+    assert statuses == [1, 1]
+    assert "started again (restart 1), so the weights went back, but this loader did not" in (
+        tmp_path / "said-0"
+    ).read_text()
+    assert not list(tmp_path.glob("log-*-2-*"))  # not a restart without end
+
+
+def test_the_example_of_in_process_restarts_loses_a_rank(tmp_path: Path) -> None:
+    if not (apart := Path(sys.prefix) / "trainers" / "inprocess").exists():
+        pytest.skip("nvidia-resiliency-ext is not installed: `make trainers` installs it, and runs this")
+    common = {**os.environ, "PYTHONPATH": str(apart), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    common |= {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "29611"}
+    processes, said = [], [tmp_path / f"said-{rank}" for rank in range(3)]
+    for rank, path in enumerate(said):
+        command = [sys.executable, "-u", str(EXAMPLES / "inprocess_restart.py"), str(tmp_path)]
+        with path.open("w") as file:
+            processes.append(subprocess.Popen(command, env={**common, "RANK": str(rank)}, stdout=file, stderr=file))
+    until = time.monotonic() + 300
+    while "up to 192" not in said[1].read_text():
+        assert time.monotonic() < until, said[1].read_text()[-2000:]
+        time.sleep(0.01)
+    processes[1].kill()
+    assert [process.wait(300) for process in processes] == [0, -9, 0], said[0].read_text()[-3000:]
+    steps: dict[tuple[int, int, int], list[int]] = {}
+    for path in said:
+        for found in re.finditer(r"start (\d), epoch (\d), up to (\d+): rank \d took (.*)", path.read_text()):
+            start, epoch, position = map(int, found.groups()[:3])
+            steps.setdefault((start, epoch, position), []).extend(json.loads(found[4]))
+    # The second start goes back with the weights to the checkpoint at 120, and trains on all that is left.
+    first = [steps[0, 0, position] for position in range(24, 121, 24)]
+    assert (0, 0, 144) in steps
+    rest = [steps[1, 0, position] for position in range(144, 601, 24)]
+    assert sorted(itertools.chain(*first, *rest)) == list(range(600))
+    assert sorted(itertools.chain(*(steps[1, 1, position] for position in range(24, 601, 24)))) == list(range(600))
+
+
+class Call:
+    """In place of NVIDIA's CallWrapper, which lies in a folder of its own: its adapter's own logic."""
+
+    def __init__(self, iteration: int, wrapper: types.SimpleNamespace) -> None:
+        self.iteration, self.wrapper = iteration, wrapper
+
+
+def test_feed_of_in_process_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    package, abort = types.ModuleType("nvidia_resiliency_ext"), type("RestartAbort", (BaseException,), {})
+    parts: dict[str, dict[str, Any]] = {
+        "inprocess": {"CallWrapper": Call, "FrozenState": object},
+        "inprocess.exception": {"RestartAbort": abort},
+        "inprocess.finalize": {"Finalize": object},
+    }
+    for name, found in parts.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(found)
+        monkeypatch.setitem(sys.modules, f"nvidia_resiliency_ext.{name}", module)
+    monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", package)
+    monkeypatch.delitem(sys.modules, "midepoch.adapters.trainers.inprocess", raising=False)
+    from midepoch.adapters.trainers.inprocess import feed
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    finalized: list[Any] = []
+
+    def finalize(state: Any) -> Any:
+        finalized.append(state)
+        return state
+
+    wrapper = types.SimpleNamespace(finalize=finalize)
+    call: Any = Call(0, wrapper)
+    others = set(multiprocessing.active_children())
+    loader = midepoch.wrap(DataLoader(Noisy(12), batch_size=1, num_workers=1), seed=3)
+    feed(call, loader)
+    each = iter(loader)
+    assert next(each)["x"][0, 0] == 1
+    state = loader.state_dict()
+    workers = set(multiprocessing.active_children()) - others
+    assert len(workers) == 1
+    assert wrapper.finalize("state") == "state"
+    assert finalized == ["state"]
+    assert not workers & set(multiprocessing.active_children())
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    call.iteration = 1
+    feed(call, loader)
+    with pytest.raises(abort, match=r"restart 1\), so the weights went back, but this loader did not"):
+        next(iter(loader))
+    loader.load_state_dict(state)
+    assert next(iter(loader))["x"][0, 0] == 3
+    assert wrapper.finalize("state") == "state"
+    assert finalized == ["state", "state"]  # not once for each start
+
+    call.iteration = 2
+    feed(call, loader, world=midepoch.World())  # as of a mesh with two ranks in it that get the same batches
+    loader.load_state_dict(state)
+    assert [int(batch["x"][0, 0]) for batch in loader] == list(range(3, 12))
+    loader.close()
+    # Nothing but a RestartAbort ends the restarts.
+    with pytest.raises(abort, match="feed takes a CallWrapper and a wrapped loader, got a NoneType and a Loader"):
+        feed(None, loader)
+    stated = midepoch.wrap(DataLoader(Noisy(12), batch_size=1), seed=3, world=midepoch.World(0, 4))
+    with pytest.raises(abort, match=r"wrapped with world= rank 0 of 4, and this process is rank 0 of the 2.*pass"):
+        feed(call, stated)
+    assert next(iter(stated))["x"][0, 0] == 0
+    feed(call, stated, world=midepoch.World(1, 2))
+    stated.load_state_dict(state)
+    assert next(iter(stated))["x"][0, 0] == 4
+    sampler: DistributedSampler[Any] = DistributedSampler(Noisy(12), num_replicas=3, rank=0)
+    sharded = midepoch.wrap(DataLoader(Noisy(12), batch_size=1, sampler=sampler), seed=3)
+    with pytest.raises(abort, match="sampler is for rank 0 of 3"):
+        feed(call, sharded)
+
+
+# --- contracts --------------------------------------------------------------------------------------------------------
+
+
+def test_whatever_asks_for_torchs_stateful() -> None:
+    from torch.distributed.checkpoint.stateful import Stateful
+
+    loader = make()
+    assert isinstance(loader, Stateful) and isinstance(loader, midepoch.StatefulIterable)
+    fresh, later = loader.state_dict(), make()
+    head(later, 3)
+    assert fresh.keys() == later.state_dict().keys(), "DCP loads by the keys of a fresh object"
+
+
+def test_a_state_is_what_json_saves() -> None:
+    loader = make()
+    before = head(loader, 5)
+    resumed = make()
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert before + rest(resumed) == whole()
+
+
+def test_no_trainer_is_imported_by_midepoch() -> None:
+    code = "import midepoch, sys; print(sorted({'lightning', 'transformers', 'accelerate'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,1155 @@
+"""The end of an epoch is part of the epoch: `loader.epochs`, `Snapshot.epochs`, programs that are killed in them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import logging
+import os
+import random
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import midepoch
+from midepoch import MidepochError, MidepochWarning, Snapshot, SnapshotError
+from support import bodies, own_state_sources, sources
+from support.forking import Program
+
+pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+
+
+class KilledError(Exception):
+    pass
+
+
+class Plain(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(10)
+
+
+class Exposing(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.sampler = RandomSampler(range(18))
+
+    def __iter__(self) -> Exposing:
+        self.indices = iter(self.sampler)
+        return self
+
+    def __next__(self) -> int:
+        return next(self.indices)
+
+
+def numbers() -> Iterator[Any]:
+    for index in range(7):
+        yield index, random.random()
+
+
+def shuffled(seed: int = 3, **settings: Any) -> Any:
+    source = DataLoader(sources.Noisy(22), batch_size=4, shuffle=True, drop_last=settings.pop("drop_last", False))
+    return midepoch.wrap(source, seed=seed, **settings)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "shuffled": shuffled,
+    "drop_last": functools.partial(shuffled, drop_last=True),
+    "rank 1 of 3": functools.partial(shuffled, world=midepoch.World(1, 3)),
+    "listed": lambda: midepoch.wrap(
+        DataLoader(sources.Noisy(22), batch_size=4, sampler=WeightedRandomSampler([1.0] * 22, 20)), seed=3
+    ),
+    "list of batches": lambda: midepoch.wrap([[each] for each in range(5)], seed=3),
+    "generator function": lambda: midepoch.wrap(numbers, seed=3),
+    "iterable dataset": lambda: midepoch.wrap(DataLoader(Plain(), batch_size=4), seed=3),
+    "exposed samplers": lambda: midepoch.wrap(DataLoader(Exposing(), batch_size=4), seed=3),
+    "own state": lambda: midepoch.wrap(StatefulDataLoader(sources.Noisy(22), batch_size=4, shuffle=True), seed=3),
+    "own state, unknown length": lambda: midepoch.wrap(StatefulDataLoader(Plain(), batch_size=4), seed=3),
+    "combination": lambda: midepoch.combine([shuffled(1), shuffled(2)]),
+    "combination, unknown length": lambda: midepoch.combine([midepoch.wrap(numbers, seed=1), shuffled(2)]),
+    "Grain": own_state_sources.WRAPPED["Grain DataLoader"],
+}
+
+
+def epochs_of(loader: Any, first: int, last: int) -> list[Any]:
+    """The batches of each epoch, and the epochs."""
+    with loader:
+        found = [(epoch, [sources.plain(batch) for batch in loader]) for epoch in loader.epochs(last)]
+    assert [epoch for epoch, _ in found] == list(range(first, last))
+    return [batches for _, batches in found]
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_state_stays_at_the_end_of_the_epoch_until_the_body_has_ended(kind: str) -> None:
+    make, ends, whole = LOADERS[kind], [], []
+    with make() as loader:
+        for epoch in loader.epochs(3):
+            whole.append([sources.plain(batch) for batch in loader])
+            assert (loader.epoch, loader.position) == (epoch, loader.state_dict()["size"])
+            ends.append(json.loads(json.dumps(loader.state_dict())))
+        assert (loader.epoch, loader.position) == (3, 0)
+    with make() as loader:
+        assert whole == [sources.taken(loader) for _ in range(3)]
+    for epoch, state in enumerate(ends):
+        loader = make()
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+        assert epochs_of(loader, epoch, 3) == [[], *whole[epoch + 1 :]]
+    assert sources.resumed(make, ends[0]) == whole[1]
+
+
+def test_an_empty_pass_says_what_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    first = shuffled()
+    for _ in first.epochs(1):
+        list(first)
+        state = first.state_dict()
+    loader = shuffled()
+    loader.load_state_dict(state)
+    with caplog.at_level(logging.WARNING):
+        for epoch in loader.epochs(2):
+            assert loader.batches_done == (6 if epoch == 0 else 0)
+            assert loader.batches_left == (0 if epoch == 0 else 6)
+            list(loader)
+    assert [record.message for record in caplog.records] == [
+        "a pass over a loader (dataloader) is empty: all batches of epoch 0 are done"
+    ]
+
+
+def test_a_body_without_a_pass_or_with_a_part_of_one() -> None:
+    loader = shuffled()
+    seen = []
+    for epoch in loader.epochs(4):
+        if epoch == 1:
+            continue
+        for batch in loader:
+            seen.append((epoch, loader.epoch, sources.plain(batch)))
+            if epoch == 2:
+                break
+    whole = shuffled()
+    expected = [sources.taken(whole) for _ in range(4)]
+    assert [(epoch, batch) for epoch, _, batch in seen] == [
+        *((0, batch) for batch in expected[0]), (2, expected[2][0]), *((3, batch) for batch in expected[3])
+    ]  # fmt: skip
+    assert all(epoch == place for epoch, place, _ in seen)
+
+
+def test_a_loop_that_is_left_goes_on_in_the_next_one() -> None:
+    loader, whole = shuffled(), sources.taken(shuffled())
+    got = []
+    for _ in loader.epochs(2):
+        for batch in loader:
+            got.append(sources.plain(batch))
+            if len(got) == 2:
+                break
+        break
+    for epoch in loader.epochs(1):
+        assert epoch == 0
+        got += [sources.plain(batch) for batch in loader]
+    assert got == whole
+
+
+def test_a_look_at_a_validation_before_an_exception_leaves_snapshots_that_resume(tmp_path: Path) -> None:
+    """The loop over epochs begins again in the same process, and takes that validation for one that was interrupted."""
+    train, validation = shuffled(), midepoch.wrap([[1], [2], [3]])
+    snapshot, seen, failed = Snapshot(tmp_path / "snapshot.pt", every=1, signals=(), train=train, val=validation), [], 0
+    while True:
+        try:
+            for _ in snapshot.epochs(1):
+                for _ in train:
+                    for batch in validation:
+                        seen.append(sources.plain(batch))
+                        break
+                    failed += 1
+                    if failed == 2:
+                        raise KilledError
+                    snapshot.step()
+                    loaders = {"train": shuffled(), "val": midepoch.wrap([[1], [2], [3]])}
+                    assert Snapshot(tmp_path / "snapshot.pt", signals=(), **loaders).load()
+            break
+        except KilledError:
+            continue
+    assert seen == [[1], [1], [2], [1], [1], [1]]
+
+
+def test_numbers_of_epochs(tmp_path: Path) -> None:
+    loader = shuffled()
+    snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader)
+    for each in (loader, snapshot):
+        with pytest.raises(TypeError, match="number of epochs in all"):
+            each.epochs(2.0)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="at least 0"):
+            each.epochs(-1)
+        running = each.epochs(2)
+        assert next(running) == 0
+        with pytest.raises(MidepochError, match=r"running already.*call close\(\) on what epochs\(\) has returned"):
+            each.epochs(2)
+        running.close()  # type: ignore[union-attr]
+        again = each.epochs(2)
+        assert next(again) == 0
+        del again
+    for _ in snapshot.epochs(2):
+        list(loader)
+    for each in (loader, snapshot):
+        with pytest.warns(MidepochWarning, match=r"epochs\(1\) runs nothing, because 2 epochs are done"):
+            assert list(each.epochs(1)) == []
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert list(each.epochs(2)) == []
+
+
+def test_a_second_pass_in_a_body_is_told_where_no_state_can_say_so() -> None:
+    loader = shuffled()
+    with pytest.warns(MidepochWarning, match="a second pass over the loader in one body"):
+        for _ in loader.epochs(1):
+            list(loader)
+            list(loader)
+
+
+def test_behind_a_pass_that_was_left_a_rollback_gives_what_came_since() -> None:
+    """Not the rest of that pass, which was given up when the next one began."""
+    loader, whole = shuffled(), epochs_of(shuffled(), 0, 3)
+    for _ in loader:
+        loader.commit()
+        break
+    batches = iter(loader)
+    assert sources.plain(next(batches)) == whole[1][0]
+    loader.rollback()
+    assert [sources.plain(batch) for batch in batches] == whole[1]
+    loader.commit()
+    assert [sources.plain(batch) for batch in loader] == whole[2]
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_checkpoint_that_is_the_last_thing_in_a_body(kind: str) -> None:
+    make, whole = LOADERS[kind], epochs_of(LOADERS[kind](), 0, 4)
+    with make() as loader:
+        got = []
+        for epoch in loader.epochs(2):
+            got.append([sources.plain(batch) for batch in loader])
+            loader.seek(epoch=epoch + 1)
+            state = json.loads(json.dumps(loader.state_dict()))
+            assert (state["epoch"], state["position"]) == (epoch + 1, 0)
+        assert loader.state_dict() == state
+    assert got == whole[:2]
+    loader = make()
+    loader.load_state_dict(state)
+    assert epochs_of(loader, 2, 4) == whole[2:]
+
+
+def test_a_body_that_is_declared_done_without_a_pass() -> None:
+    loader, done = shuffled(), []
+    for epoch in loader.epochs(3):
+        done.append(epoch)
+        if epoch == 1:
+            next(iter(loader))
+        loader.seek(epoch=epoch + 1)
+    assert done == [0, 1, 2]
+
+
+# --- programs that are killed ---
+
+
+def run(name: str, path: Path, every: int, limit: int | None) -> tuple[list[Any], int]:
+    """The log of a program that is killed after so many lines, one more in each life; and the number of lives."""
+    for lives in range(1, 200):
+        log = bodies.Log()
+        log.limit = None if limit is None else limit + lives
+
+        def kill() -> None:
+            raise KilledError
+
+        log.kill = kill
+        try:
+            bodies.BODIES[name](lambda **parts: Snapshot(path, every=every, signals=(), **parts), log, 3)
+        except KilledError:
+            continue
+        return json.loads(json.dumps(log.lines)), lives
+    raise AssertionError("it does not get on")
+
+
+@functools.cache
+def undisturbed(name: str, folder: Path) -> list[Any]:
+    return run(name, folder / f"{name}.pt", 1_000_000, None)[0]
+
+
+LONG = {
+    "read_ahead_one_after_the_other", "accumulated_and_read_ahead", "by_turns", "evaluated_on_what_it_trains_on",
+    "a_limit_and_a_chain", "read_ahead_in_a_thread",
+    "zips_within_one_that_is_read_ahead", "read_ahead_of_validations",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in LONG))
+        for name in bodies.BODIES
+        if "workers" not in name and name not in bodies.REFUSED
+    ],
+)
+def test_a_program_that_is_killed_anywhere_does_what_an_undisturbed_one_does(name: str, tmp_path: Path) -> None:
+    logging.disable(logging.WARNING)
+    try:
+        expected = undisturbed(name, tmp_path)
+        assert len(expected) > 9
+        every_cut = bool(os.environ.get("MIDEPOCH_CHAOS"))
+        for every in (1, 2, 3):
+            for limit in range(every + 2, len(expected) - 1, 1 if every_cut else 4):
+                got, lives = run(name, tmp_path / f"{every}-{limit}.pt", every, limit)
+                assert lives > 1
+                assert got == expected, (every, limit)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("read_ahead", 4), ("read_ahead", 5), *(("read_ahead_of_validations", step) for step in range(1, 13))],
+)
+def test_a_signal_while_the_last_batches_of_an_epoch_are_in_flight(name: str, step: int, tmp_path: Path) -> None:
+    path, log = tmp_path / "snapshot.pt", bodies.Log()
+
+    def make(**parts: Any) -> Snapshot:
+        snapshot = Snapshot(path, **parts)
+        count = snapshot.step
+
+        def signalled(in_flight: int) -> None:
+            if snapshot.steps + 1 == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            count(in_flight)
+
+        snapshot.step = signalled  # type: ignore[method-assign,assignment]
+        return snapshot
+
+    with pytest.raises(SystemExit):
+        bodies.BODIES[name](make, log, 2)
+    log = bodies.Log()
+    bodies.BODIES[name](lambda **parts: Snapshot(path, signals=(), **parts), log, 3)
+    assert json.loads(json.dumps(log.lines)) == undisturbed(name, tmp_path)
+
+
+def test_what_is_in_flight_of_nobody_knows_whom_is_warned_of_and_not_resumed(tmp_path: Path) -> None:
+    """All of a loader was read ahead, and then a validation was made, before the first step told of it."""
+    path, train, validation = tmp_path / "snapshot.pt", shuffled(), shuffled()
+    snapshot = Snapshot(path, every=1, signals=(), train=train, validation=validation)
+    for _ in snapshot.epochs(1):
+        batches = list(train)
+        list(validation)
+        with pytest.warns(MidepochWarning, match="cannot be resumed: in_flight=5, but no pass is read"):
+            snapshot.step(len(batches) - 1)
+        break
+    with pytest.raises(SnapshotError, match=r"cannot be resumed: in_flight=5.*midepoch\.combine"):
+        Snapshot(path, signals=(), train=shuffled(), validation=shuffled()).load()
+
+
+def test_a_batch_in_flight_is_not_one_of_a_validation(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    train, validation = shuffled(), shuffled()
+    snapshot = Snapshot(path, signals=(), data=train, validation=validation)
+    with pytest.raises(ZeroDivisionError):
+        for epoch in snapshot.epochs(2):
+            for number, _ in enumerate(train):
+                try:
+                    assert (epoch, number) != (1, 2) or 1 / 0
+                except ZeroDivisionError:
+                    snapshot.save(in_flight=1)
+                    raise
+                snapshot.step()
+            list(validation)
+    assert places(path)[:2] == (8, 1)
+    state = torch.load(path, weights_only=True)["parts"]["validation"]
+    assert (state["epoch"], state["position"]) == (1, 0)
+
+
+@pytest.mark.parametrize("name", ["usual_with_workers", pytest.param("several_passes", marks=pytest.mark.long)])
+def test_a_program_killed_by_sigkill(name: str, tmp_path: Path) -> None:
+    path, lives = tmp_path / "snapshot.pt", 0
+    for limit in range(6, 40, 3):
+        lives += 1
+        process = Program([bodies.__file__, name, str(path), "2", str(limit)])
+        errors = process.communicate(120)[1]
+        if process.returncode != -signal.SIGKILL:
+            assert process.returncode == 0, errors
+            break
+    assert lives > 2
+    assert json.loads(path.with_suffix(".json").read_text()) == undisturbed(name, tmp_path)
+
+
+# --- when it is saved ---
+
+
+class Counter:
+    """A part whose state is a number."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def places(path: Path) -> tuple[int, int, int, int | None]:
+    """Steps, and the loader's epoch and position, and the epoch of the loop."""
+    content = torch.load(path, weights_only=True)
+    state = content["parts"]["data"]
+    return content["steps"], state["epoch"], state["position"], content["body"]["epoch"]
+
+
+def test_a_save_at_the_last_batch_is_put_off_to_the_end_of_the_body(tmp_path: Path) -> None:
+    path, loader, ended = tmp_path / "snapshot.pt", shuffled(), Counter()
+    snapshot = Snapshot(path, every=6, signals=(), data=loader, ended=ended)
+    for _ in snapshot.epochs(2):
+        for _ in loader:
+            snapshot.step()
+        assert not path.exists() or places(path)[0] == 6
+        ended.value += 1
+    assert places(path) == (12, 2, 0, 2)
+    assert torch.load(path, weights_only=True)["parts"]["ended"] == {"value": 2}
+    assert torch.load(f"{path}.1", weights_only=True)["parts"]["ended"] == {"value": 1}
+
+
+def test_save_behind_the_pass_is_put_off_and_says_so(tmp_path: Path) -> None:
+    path, loader = tmp_path / "snapshot.pt", shuffled()
+    snapshot = Snapshot(path, signals=(), data=loader)
+    with pytest.warns(MidepochWarning, match="written when the body of snapshot.epochs ends") as told:
+        for epoch in snapshot.epochs(2):
+            snapshot.save()
+            assert places(path)[1:3] == (epoch, 0)
+            for _ in loader:
+                snapshot.step()
+            before = path.read_bytes()
+            snapshot.save()
+            assert path.read_bytes() == before
+    assert len([each for each in told if "written when the body" in str(each.message)]) == 1
+    assert places(path) == (12, 2, 0, 2)
+
+
+@pytest.mark.parametrize("how", ["left by break", "empty after a resume"])
+def test_save_behind_any_pass_is_put_off(how: str, tmp_path: Path) -> None:
+    """What stands before it in the body would be done again."""
+    path = tmp_path / "snapshot.pt"
+
+    def train(path: Path, signal_at: int = -1, killed_in: int = -1) -> list[Any]:
+        log, first, second = bodies.Log(), shuffled(), shuffled()
+        snapshot = Snapshot(path, log=log, first=first, second=second)
+        with snapshot, contextlib.suppress(KilledError, SystemExit):
+            for epoch in snapshot.epochs(2):
+                for number, batch in enumerate(first, first.batches_done):
+                    if number == 3 and how == "left by break":
+                        break
+                    log("first", epoch, batch)
+                    snapshot.step()
+                log("between", epoch)
+                snapshot.save()
+                if epoch == killed_in:
+                    raise KilledError
+                for number, batch in enumerate(second):
+                    if (epoch, number) == (0, signal_at):
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    log("second", epoch, batch)
+                    snapshot.step()
+        return log.lines
+
+    whole = train(tmp_path / "whole.pt")
+    if how == "empty after a resume":
+        assert train(path, signal_at=2) == whole[:10]
+        whole.insert(10, ["between", 0])  # by a run that resumes in the second loop
+    epoch = 0 if how == "empty after a resume" else 1
+    assert train(path, killed_in=epoch)[-1] == ["between", epoch]
+    assert train(path) == whole
+
+
+def test_a_signal_in_a_later_epoch_is_answered_behind_its_batch(tmp_path: Path) -> None:
+    path, loader = tmp_path / "snapshot.pt", shuffled()
+    with Snapshot(path, data=loader) as snapshot, pytest.raises(SystemExit):
+        for _ in snapshot.epochs(3):
+            for _ in loader:
+                if snapshot.steps == 7:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                snapshot.step()
+    assert places(path) == (8, 1, 8, 1)
+
+
+def test_a_signal_at_the_last_batch_saves_that_place(tmp_path: Path) -> None:
+    path, loader, ended = tmp_path / "snapshot.pt", shuffled(), Counter()
+    snapshot = Snapshot(path, data=loader, ended=ended)
+    with snapshot, pytest.raises(SystemExit):
+        for _ in snapshot.epochs(2):
+            for number, _ in enumerate(loader):
+                if number == 5:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                snapshot.step()
+            ended.value += 1
+    assert places(path) == (6, 0, 22, 0)
+    loader, ended = shuffled(), Counter()
+    seen = []
+    for epoch in Snapshot(path, signals=(), data=loader, ended=ended).epochs(2):
+        seen.append((epoch, len(list(loader))))
+        ended.value += 1
+    assert (seen, ended.value) == ([(0, 0), (1, 6)], 2)
+
+
+def test_a_signal_in_the_rest_of_the_body_is_answered_at_its_end(tmp_path: Path) -> None:
+    path, loader = tmp_path / "snapshot.pt", shuffled()
+    snapshot, done = Snapshot(path, data=loader), []
+    with snapshot, pytest.raises(SystemExit):
+        for epoch in snapshot.epochs(2):
+            for _ in loader:
+                snapshot.step()
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append(epoch)
+    assert done == [0]
+    assert places(path) == (6, 1, 0, 1)
+
+
+def test_poll_leaves_with_the_snapshot_that_there_is(tmp_path: Path) -> None:
+    path, loader = tmp_path / "snapshot.pt", shuffled()
+    snapshot = Snapshot(path, every=4, data=loader)
+    with snapshot, pytest.raises(SystemExit):
+        for _ in snapshot.epochs(2):
+            for _ in loader:
+                snapshot.step()
+            snapshot.poll()
+            os.kill(os.getpid(), signal.SIGTERM)
+            snapshot.poll()
+            raise AssertionError("it has not left")
+    assert places(path) == (4, 0, 16, 0)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_save_in_a_pass_that_runs_is_written_at_once(kept: bool, tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    loaders = {"data": shuffled(), "other": shuffled(4), "third": shuffled(5)}
+    snapshot, pairs = Snapshot(path, every=1, signals=(), **loaders), None
+    for _ in snapshot.epochs(1):
+        pairs = zip(loaders["data"], loaders["other"], strict=False)
+        for number, _ in enumerate(pairs):
+            snapshot.step()
+            assert places(path)[0] == min(number + 1, 5)  # the last one is put off
+        if not kept:
+            del pairs
+        for number, _ in enumerate(loaders["third"]):
+            snapshot.step()
+            assert places(path)[0] == min(number + 7, 11)
+    assert places(path) == (12, 1, 0, 1)
+
+
+def test_a_save_behind_the_end_of_the_first_of_two_is_written_at_the_end_of_the_body(tmp_path: Path) -> None:
+    path, loader, short = tmp_path / "snapshot.pt", shuffled(), midepoch.wrap([[1], [2]])
+    snapshot, saved = Snapshot(path, every=1, signals=(), short=short, data=loader), []
+    for _ in snapshot.epochs(1):
+        for _ in itertools.zip_longest(short, loader):
+            snapshot.step()
+            saved.append(places(path)[0])
+    assert saved == [1, 1, 1, 1, 1, 1]  # from the last batch of the first on, after which a zip would end
+    assert places(path)[0] == 6
+
+
+# Where a step, or what follows the passes, fails for good, and the program saves on its way out.
+WAYS_OUT = {
+    "around the step": "exact",
+    "around the step, of the last batch": "not written",
+    "around the pass": "not written",
+    "behind the passes": "not written",
+    "behind the loop": "exact",
+    "behind the loop, behind the passes": "repeated",
+}
+
+
+@pytest.mark.parametrize("where", WAYS_OUT)
+def test_a_save_on_the_way_out(where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What a run that resumes does is what one does that has not failed; or else the log says what it repeats."""
+    path = tmp_path / "snapshot.pt"
+
+    @contextlib.contextmanager
+    def saving(snapshot: Snapshot, here: bool) -> Iterator[None]:
+        try:
+            yield
+        except KilledError:
+            if here:
+                snapshot.save()
+            raise
+
+    def train(path: Path, fails: bool) -> list[Any]:
+        log, first, second = bodies.Log(), shuffled(1), shuffled(2)
+        snapshot = Snapshot(path, every=4, signals=(), first=first, second=second, log=log)
+        batch_that_fails = 5 if "last" in where else None if "behind the passes" in where else 2
+        with saving(snapshot, fails and where.startswith("behind the loop")):
+            for epoch in snapshot.epochs(2):
+                for batch in first:
+                    log("first", epoch, batch)
+                with saving(snapshot, fails and where == "around the pass"):
+                    for number, batch in enumerate(second, second.batches_done):
+                        with saving(snapshot, fails and where.startswith("around the step")):
+                            log("second", epoch, batch)
+                            if fails and (epoch, number) == (1, batch_that_fails):
+                                raise KilledError
+                        snapshot.step()
+                log("schedule", epoch)
+                with saving(snapshot, fails and where == "behind the passes"):
+                    if fails and epoch == 1:
+                        raise KilledError
+                log("end", epoch)
+        return log.lines
+
+    whole = train(tmp_path / "whole.pt", fails=False)
+    with pytest.raises(KilledError), warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING):
+        warnings.simplefilter("always")
+        train(path, fails=True)
+    told = [str(each.message) for each in caught if "not written if an exception leaves the body" in str(each.message)]
+    said = [record.message for record in caplog.records]
+    saved = torch.load(path, weights_only=True)
+    lines = train(path, fails=False)
+    what = WAYS_OUT[where]
+    if what == "not written":
+        assert any("around the step, or after the loop over epochs" in each for each in told)
+        assert any(f"to which a save was put off: {path} is unchanged" in each for each in said)
+    else:
+        assert any("a run that resumes from this snapshot goes on" in each for each in said) == (
+            where.startswith("behind the loop")
+        )
+    # Every fourth step is saved. The ninth is that of batch 2 in the second epoch, and it fails.
+    assert (saved["steps"], saved["parts"]["second"]["position"]) == {
+        "exact": (8, 12), "not written": (8, 8), "repeated": (12, 22)
+    }[what]  # fmt: skip
+    if what == "repeated":
+        at = whole.index(["schedule", 1])
+        assert lines == [*whole[: at + 1], *whole[at:]]
+    else:
+        assert lines == whole
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_a_zip_that_takes_several_batches_of_a_loader_in_one_iteration_goes_on(cut: int, tmp_path: Path) -> None:
+    """As it would if the step had not failed: no batch of any loader is passed over."""
+
+    def train(path: Path, fails: bool) -> list[Any]:
+        log, data, other = bodies.Log(), shuffled(1), midepoch.wrap([[each] for each in range(12)])
+        snapshot = Snapshot(path, signals=(), data=data, other=other, log=log)
+        with contextlib.ExitStack() as on_the_way_out:
+            on_the_way_out.callback(snapshot.save)
+            for epoch in snapshot.epochs(2):
+                for number, batches in enumerate(zip(data, *[iter(other)] * 2, strict=False), data.batches_done):
+                    log(epoch, batches)
+                    if fails and (epoch, number) == (1, cut):
+                        raise KilledError
+                    snapshot.step()
+        return log.lines
+
+    whole = train(tmp_path / "whole.pt", fails=False)
+    with pytest.raises(KilledError):
+        train(tmp_path / "snapshot.pt", fails=True)
+    assert train(tmp_path / "snapshot.pt", fails=False) == whole
+
+
+@pytest.mark.parametrize("again", ["in this process", "after a save"])
+@pytest.mark.parametrize("how", ["zip", "islice"])
+def test_what_is_left_of_passes_is_named(how: str, again: str, tmp_path: Path, caplog: Any) -> None:
+    """Nobody knows whether the exception has left the longer pass, or whatever had read it on purpose."""
+    long, short = midepoch.wrap([[1], [2], [3]]), midepoch.wrap([[1], [2]])
+    snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), long=long, short=short)
+    with pytest.raises(KilledError):
+        for _ in snapshot.epochs(1):
+            for _ in itertools.islice(long, 1) if how == "islice" else zip(long, short, strict=False):
+                snapshot.step()
+            raise KilledError
+    caplog.set_level(logging.WARNING)
+    if again == "after a save":
+        snapshot.save()
+    else:
+        assert list(snapshot.epochs(1)) == [0]
+    goes_on = "a run that resumes from this snapshot goes on" if again == "after a save" else "going on"
+    assert f"left before its end: {goes_on} with what is left of the passes over long, and with" in caplog.text
+
+
+@pytest.mark.parametrize("holder", ["a variable", "nothing", "a loop that ends"])
+def test_a_save_in_a_pass_of_which_nothing_more_is_read_is_told(holder: str, tmp_path: Path) -> None:
+    loader, bar = shuffled(), iter(())
+    snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in snapshot.epochs(1):
+            if holder == "a variable":
+                for _ in zip(bar := iter(loader), range(2), strict=False):
+                    pass
+                snapshot.save()
+            for _ in itertools.islice(loader, 3) if holder == "a loop that ends" else bar or loader:
+                snapshot.save()
+                if holder == "a variable":
+                    break
+    told = [each for each in caught if "something still holds it" in str(each.message)]
+    assert len(told) == (holder == "a variable")
+    assert all(each.filename == __file__ for each in told)
+
+
+@pytest.mark.parametrize("where", ["in the body", "behind the loop"])
+def test_nothing_is_saved_on_the_way_out_of_poll(where: str, tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+
+    def train(path: Path, signalled: bool) -> list[Any]:
+        log, loader = bodies.Log(), shuffled()
+        with Snapshot(path, every=4, data=loader, log=log) as snapshot:
+            try:
+                for epoch in snapshot.epochs(2):
+                    try:
+                        for batch in loader:
+                            log(epoch, batch)
+                            snapshot.step()
+                        log("schedule", epoch)
+                        if signalled:
+                            os.kill(os.getpid(), signal.SIGTERM)
+                        snapshot.poll()
+                    finally:
+                        if where == "in the body":
+                            snapshot.save()
+            finally:
+                if where == "behind the loop":
+                    snapshot.save()
+        return log.lines
+
+    with pytest.raises(SystemExit):
+        train(path, signalled=True)
+    assert places(path) == (4, 0, 16, 0)
+    assert train(path, signalled=False) == train(tmp_path / "whole.pt", signalled=False)
+
+
+def test_a_loop_that_runs_nothing_leaves_the_epoch_to_the_next_one(tmp_path: Path) -> None:
+    path, whole = tmp_path / "snapshot.pt", epochs_of(shuffled(), 0, 3)
+
+    def train(limit: int | None = None) -> list[Any]:
+        loader, log = shuffled(), bodies.Log()
+        log.limit = limit
+        snapshot = Snapshot(path, every=2, signals=(), data=loader, log=log)
+
+        def kill() -> None:
+            raise KilledError
+
+        log.kill = kill
+        with contextlib.suppress(KilledError):
+            for phase in (1, 2, 3):  # a resumed run asks for the phases that are done, too
+                for _ in snapshot.epochs(phase):
+                    for batch in loader:
+                        log(batch)
+                        snapshot.step()
+        return log.lines
+
+    train(limit=10)  # in the second phase
+    assert train() == [[batch] for epoch in whole for batch in epoch]
+
+
+@pytest.mark.parametrize("step", [2, 6])
+@pytest.mark.parametrize("where", ["in the body", "behind the loop"])
+def test_a_snapshot_on_the_way_out_of_a_signal_goes_on_with_the_epoch(where: str, step: int, tmp_path: Path) -> None:
+    path, whole = tmp_path / "snapshot.pt", epochs_of(shuffled(), 0, 2)
+    loader, log = shuffled(), bodies.Log()
+    snapshot = Snapshot(path, data=loader, log=log)
+    try:
+        for epoch in snapshot.epochs(2):
+            try:
+                for batch in loader:
+                    log(epoch, batch)
+                    if len(log.lines) == step:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    snapshot.step()
+            finally:
+                if where == "in the body":
+                    snapshot.save()
+    except SystemExit:
+        if where == "behind the loop":
+            snapshot.save()
+    snapshot.close()
+    loader, log = shuffled(), bodies.Log()
+    for epoch in Snapshot(path, signals=(), data=loader, log=log).epochs(2):
+        for batch in loader:
+            log(epoch, batch)
+    assert log.lines == [[epoch, batch] for epoch in range(2) for batch in whole[epoch]]
+
+
+@pytest.mark.parametrize("how", ["a pass that was left", "a seek", "the first epoch's snapshot"])
+def test_an_epoch_that_was_begun_before_the_loop_ends_with_its_body(how: str, tmp_path: Path) -> None:
+    path, whole = tmp_path / "snapshot.pt", epochs_of(shuffled(), 0, 3)
+    loader = shuffled()
+    snapshot = Snapshot(path, every=1, signals=(), data=loader)
+    if how == "a pass that was left":
+        assert len(sources.taken(loader, 2)) == 2
+    elif how == "a seek":
+        loader.seek(position=8)
+    else:
+        for _ in itertools.islice(loader, 2):
+            snapshot.step()
+        loader = shuffled()
+        snapshot = Snapshot(path, every=1, signals=(), data=loader)
+    for epoch in snapshot.epochs(2):
+        assert [sources.plain(batch) for batch in loader] == whole[epoch][2 if epoch == 0 else 0 :]
+        if epoch == 0:
+            snapshot.step()  # put off to the body's end
+        else:
+            break
+    loader = shuffled()
+    left = [(epoch, sources.taken(loader)) for epoch in Snapshot(path, signals=(), data=loader).epochs(3)]
+    assert left == [(1, whole[1]), (2, whole[2])]
+
+
+def test_an_iterator_that_began_in_a_body_and_is_read_on_in_the_next_is_warned_of(tmp_path: Path) -> None:
+    labelled, unlabelled = midepoch.wrap([[1], [2], [3]]), shuffled()
+    snapshot = Snapshot(tmp_path / "whole.pt", signals=(), labelled=labelled, unlabelled=unlabelled)
+    endless = bodies.cycle(unlabelled)
+    with pytest.warns(MidepochWarning, match="an iterator over unlabelled that was first read in the body") as told:
+        for _ in snapshot.epochs(4):
+            for _ in labelled:
+                next(endless)
+                snapshot.step()
+    assert len(told) == 1
+
+
+def test_what_was_recorded_is_kept_by_a_save_before_the_loop(tmp_path: Path) -> None:
+    path, seen = tmp_path / "snapshot.pt", []
+    for life in range(3):
+        killed_at_once = Snapshot(path, signals=(), data=shuffled())
+        killed_at_once.load()
+        killed_at_once.save()
+        loader = shuffled()
+        snapshot = Snapshot(path, every=1, signals=(), data=loader)
+        for epoch in snapshot.epochs(1):
+            for number in range(2):
+                for batch in loader:
+                    seen.append((epoch, number, sources.plain(batch)))
+                    snapshot.step()
+                    if life < 2 and len(seen) == 8 + life:
+                        break
+                else:
+                    continue
+                break
+            else:
+                continue
+            break
+    whole = epochs_of(shuffled(), 0, 2)
+    assert seen == [(0, number, batch) for number in range(2) for batch in whole[number]]
+
+
+def test_batches_done_before_a_pass_that_is_made_again(tmp_path: Path) -> None:
+    """A pass that was left is asked for no negative number of batches, and is told its end."""
+    path, seen = tmp_path / "snapshot.pt", []
+    for life in range(2):
+        first, second = shuffled(1), shuffled(2)
+        snapshot = Snapshot(path, every=1, signals=(), first=first, second=second)
+        for _ in snapshot.epochs(1):
+            for batch in itertools.islice(first, 3 - first.batches_done):
+                seen.append(sources.plain(batch))
+            for batch in second:
+                seen.append(sources.plain(batch))
+                snapshot.step()
+                if life == 0 and len(seen) == 5:
+                    break
+            else:
+                seen += [sources.plain(batch) for batch in first]
+                continue
+            break
+    assert seen == [*epochs_of(shuffled(1), 0, 1)[0][:3], *epochs_of(shuffled(2), 0, 1)[0],
+                    *epochs_of(shuffled(1), 0, 2)[1]]  # fmt: skip
+
+
+# --- without epochs ---
+
+
+def test_a_snapshot_at_a_boundary_is_told_without_epochs(tmp_path: Path) -> None:
+    path, loader = tmp_path / "snapshot.pt", shuffled()
+    snapshot = Snapshot(path, every=6, signals=(), data=loader)
+    for _ in loader:
+        snapshot.step()
+    with pytest.warns(MidepochWarning, match=r"after the last batch of an epoch.*snapshot\.epochs"):
+        assert Snapshot(path, signals=(), data=shuffled()).load()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(Snapshot(path, signals=(), data=shuffled()).epochs(1)) == []
+        # Whoever saves there means that place.
+        snapshot.save()
+        assert Snapshot(path, signals=(), data=shuffled()).load()
+
+
+def test_the_end_of_a_body_is_told_where_no_loop_ends_it(tmp_path: Path) -> None:
+    path, loader = tmp_path / "snapshot.pt", shuffled()
+    snapshot = Snapshot(path, data=loader)
+    with snapshot, pytest.raises(SystemExit):
+        for _ in snapshot.epochs(2):
+            for number, _ in enumerate(loader):
+                if number == 5:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                snapshot.step()
+    whole = shuffled()
+    expected = [sources.taken(whole) for _ in range(2)]
+    loader = shuffled()
+    snapshot = Snapshot(path, signals=(), data=loader)
+    assert snapshot.load()
+    with pytest.warns(MidepochWarning, match="after the last batch of an epoch"):
+        got = []
+        for batch in loader:
+            got.append(sources.plain(batch))
+            snapshot.step()
+    assert got == expected[1]
+
+
+RECORD: dict[str, Any] = {"empty": {}, "open": [], "left": [], "lead": None, "within": [], "ahead": [], "unknown": "",
+                          "epoch": 0, "ends": False}  # fmt: skip
+
+
+@pytest.mark.parametrize("content", [3, None, {}, RECORD | {"epoch": -1}, RECORD | {"new": 1},
+                                     RECORD | {"empty": {"other": 1}}, RECORD | {"empty": {"data": "1"}},
+                                     RECORD | {"left": ["other"]}, RECORD | {"open": "data"}, RECORD | {"lead": 3},
+                                     RECORD | {"unknown": None}, RECORD | {"ends": None}])  # fmt: skip
+def test_a_damaged_record_is_refused_with_everything_as_it_was(content: Any, tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    Snapshot(path, signals=(), data=shuffled()).save()
+    saved = torch.load(path, weights_only=True)
+    torch.save({**saved, "body": content}, path)
+    loader = shuffled()
+    before = loader.state_dict()
+    with pytest.raises(SnapshotError, match="record of its epochs is damaged"):
+        next(Snapshot(path, signals=(), data=loader).epochs(2))
+    assert loader.state_dict() == before
+
+
+def test_going_back_to_the_snapshot_leaves_the_loop_first(tmp_path: Path) -> None:
+    loader, log = shuffled(), bodies.Log()
+    snapshot = Snapshot(tmp_path / "snapshot.pt", every=2, signals=(), data=loader, log=log)
+    went_back = False
+    while True:
+        for epoch in snapshot.epochs(2):
+            for batch in loader:
+                log(epoch, batch)
+                snapshot.step()
+                if len(log.lines) == 9 and not went_back:
+                    with pytest.raises(MidepochError, match="leave the loop, call load"):
+                        snapshot.load()
+                    went_back = True
+                    break
+            else:
+                continue
+            break
+        else:
+            break
+        assert snapshot.load()
+        assert len(log.lines) == 8
+    assert [line[1] for line in log.lines] == [batch for epoch in epochs_of(shuffled(), 0, 2) for batch in epoch]
+
+
+def test_a_loader_that_is_closed_in_its_body_has_left_the_epoch(tmp_path: Path) -> None:
+    path, whole = tmp_path / "snapshot.pt", epochs_of(shuffled(), 0, 2)
+
+    def train(limit: int) -> list[Any]:
+        loader, seen = shuffled(), []
+        snapshot = Snapshot(path, signals=(), data=loader)
+        for epoch in snapshot.epochs(limit):
+            for batch in loader:
+                seen.append(sources.plain(batch))
+                if epoch == 0 and len(seen) == 2:
+                    break
+            loader.close()
+        snapshot.save()
+        return seen
+
+    assert train(1) + train(2) == whole[0][:2] + whole[1]
+
+
+def _other_bodies(rank: int, path: str, kind: str) -> str:
+    loader, validation = shuffled(world=midepoch.World(rank, 2)), shuffled(4, world=midepoch.World(rank, 2))
+    every = None if kind == "one loader more" else 2
+    snapshot = Snapshot(path, every=every, signals=(), data=loader, validation=validation)
+    try:
+        for epoch in snapshot.epochs(3):
+            for number, _ in enumerate(loader):
+                if kind == "one loader more" and (rank, epoch, number) == (1, 1, 1):
+                    list(validation)
+                if kind == "left early" and (rank, epoch, number) == (1, 1, 1):
+                    break
+                snapshot.step()
+            if kind == "one pass more" and (rank, epoch) == (1, 1):
+                for _ in loader:
+                    pass
+    except MidepochError as error:
+        return str(error)
+    return ""
+
+
+def _save_behind_a_pass_that_one_rank_keeps(rank: int, path: str) -> int:
+    loader = shuffled(world=midepoch.World(rank, 2))
+    snapshot = Snapshot(path, signals=(), data=loader)
+    for _ in snapshot.epochs(1):
+        batches = iter(loader)
+        next(batches)
+        if rank:
+            del batches
+        snapshot.save()
+        if not rank:
+            assert not Path(path).exists()
+    return snapshot.steps
+
+
+def test_a_save_is_put_off_on_every_rank_or_on_none(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    assert sources.in_gloo_world(_save_behind_a_pass_that_one_rank_keeps, 2, str(path)) == [0, 0]
+
+
+@pytest.mark.parametrize("kind", ["left early", "one pass more", "one loader more"])
+def test_ranks_whose_bodies_differ_are_told_by_name(kind: str, tmp_path: Path) -> None:
+    told = sources.in_gloo_world(_other_bodies, 2, str(tmp_path / "snapshot.pt"), kind)
+    assert all("rank 0" in each and "rank 1" in each for each in told), told
+    assert len(set(told)) == 1
+    assert kind != "one loader more" or "with passes over data (1), validation (0)" in told[0]
+
+
+def _fails_alone(rank: int, path: str) -> tuple[str, bool]:
+    loader = shuffled(world=midepoch.World(rank, 2))
+    snapshot = Snapshot(path, every=2, signals=(), data=loader)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for _ in snapshot.epochs(2):
+                for number, _ in enumerate(loader):
+                    try:
+                        if (rank, number) == (1, 1):
+                            raise KilledError
+                    except KilledError:
+                        snapshot.save()
+                        raise
+                    snapshot.step()
+        except Exception as error:  # noqa: BLE001
+            told = any("was not saved after the KilledError" in str(each.message) for each in caught)
+            return type(error).__name__, told
+    return "", False
+
+
+def test_a_rank_that_fails_alone_keeps_its_exception(tmp_path: Path) -> None:
+    told = sources.in_gloo_world(_fails_alone, 2, str(tmp_path / "snapshot.pt"))
+    assert told[1] == ("KilledError", True)
+
+
+# --- what people write around it ---
+
+
+def test_a_validation_that_is_left_early_is_no_epoch_that_was_dropped(tmp_path: Path) -> None:
+    def train(limit: int) -> None:
+        data, validation = shuffled(), shuffled(4)
+        snapshot = Snapshot(tmp_path / "snapshot.pt", every=1, signals=(), data=data, validation=validation)
+        for _ in snapshot.epochs(1):
+            for number, _ in enumerate(data, data.batches_done):
+                snapshot.step()
+                if number == limit:
+                    raise KilledError
+                for _ in itertools.islice(validation, 2):
+                    pass
+
+    with pytest.raises(KilledError):
+        train(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(100)
+
+
+def test_a_step_that_fails_first_is_no_batch_that_was_looked_at(tmp_path: Path) -> None:
+    loader = shuffled()
+    snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(KilledError):
+            for _ in snapshot.epochs(1):
+                for _ in loader:
+                    raise KilledError
+        for _ in snapshot.epochs(1):
+            assert len(list(loader)) == 5
+
+
+def test_a_caller_who_counts_epochs_from_one_gets_them_all() -> None:
+    loader, seen = shuffled(), []
+    with pytest.warns(MidepochWarning, match="this is the body of epoch 0") as told:
+        for epoch in loader.epochs(4):
+            loader.set_epoch(epoch + 1)
+            seen.append((epoch, len(list(loader))))
+    assert seen == [(epoch, len(loader)) for epoch in range(4)]
+    assert len([each for each in told if "is not followed" in str(each.message)]) == 1
+
+
+def test_batches_done_of_an_unknown_length_behind_the_last_batch() -> None:
+    def numbers() -> Iterator[int]:
+        yield from range(5)
+
+    loader = midepoch.wrap(numbers)
+    for _ in loader.epochs(1):
+        assert loader.batches_done == 0
+        list(loader)
+        assert loader.batches_done == 0  # as where the length is known
+        state = loader.state_dict()
+    resumed = midepoch.wrap(numbers)
+    resumed.load_state_dict(state)
+    for _ in resumed.epochs(1):
+        assert list(enumerate(resumed, resumed.batches_done)) == []
+
+
+def test_options_for_a_wrapped_loader_are_refused() -> None:
+    loader = shuffled()
+    assert midepoch.wrap(loader) is loader
+    for options in ({"seed": 3}, {"then": str}, {"on_error": "next"}, {"refill": True}):
+        with pytest.raises(TypeError, match="wrapped already"):
+            midepoch.wrap(loader, **options)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_batch_taken_before_the_loop_is_told(saved: bool, tmp_path: Path) -> None:
+    loader = shuffled()
+    next(iter(loader))
+    epochs = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader).epochs if saved else loader.epochs
+    with pytest.warns(MidepochWarning, match=r"goes on after it, at position 4: .*loader\.peek"):
+        for _ in epochs(1):
+            list(loader)
+
+
+def test_what_is_committed_when_a_body_ends_is_the_next_epoch(tmp_path: Path) -> None:
+    path, given = tmp_path / "snapshot.pt", []
+    loader = shuffled()
+    snapshot = Snapshot(path, signals=(), data=loader)
+    for epoch in snapshot.epochs(1):
+        for _ in loader:
+            given.append(epoch)
+            loader.commit()
+    snapshot.save()
+    loader = shuffled()
+    for epoch in Snapshot(path, signals=(), data=loader).epochs(3):
+        given += [epoch for _ in loader]
+    assert given == [epoch for epoch in range(3) for _ in range(len(loader))]
+
+
+def test_a_save_behind_the_loop_leaves_alone_what_a_signal_has_saved(tmp_path: Path) -> None:
+    """The step has saved after a validation that `islice` had ended; later, it would seem to be interrupted."""
+
+    def train(path: Path, cut: bool) -> list[Any]:
+        log, data, validation = bodies.Log(), shuffled(1), shuffled(2)
+        snapshot = Snapshot(path, data=data, validation=validation, log=log)
+        try:
+            for epoch in snapshot.epochs(2):
+                for number, batch in enumerate(data, data.batches_done):
+                    log("data", epoch, batch)
+                    if number != 1:
+                        for other in itertools.islice(validation, 2):
+                            log("validation", epoch, other)
+                    if cut and number == 0:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    snapshot.step()
+        finally:
+            snapshot.save()
+            snapshot.close()
+        return log.lines
+
+    whole = train(tmp_path / "whole.pt", cut=False)
+    with pytest.raises(SystemExit):
+        train(tmp_path / "cut.pt", cut=True)
+    assert train(tmp_path / "cut.pt", cut=False) == whole

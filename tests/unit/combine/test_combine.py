@@ -1,0 +1,752 @@
+"""Several loaders as one: every mode, cut anywhere, on other worlds, with parts that end or fail."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import json
+import os
+import pickle
+import random
+from collections import Counter, namedtuple
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
+
+import midepoch
+from midepoch import MidepochError, SourceError, StateError, StateMismatchError, combine, wrap
+from midepoch.loader.loader import Loader
+from midepoch.testing import ResumableTests
+from support import combine_sources, sources
+from support.law_sources import Carried, draws
+
+pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+
+Make = Callable[[], Loader]
+ALL = bool(os.environ.get("MIDEPOCH_CHAOS"))
+
+
+def noisy(size: int, seed: int, batch_size: int = 4, **options: Any) -> Loader:
+    loader = DataLoader(sources.Noisy(size), batch_size, shuffle=True, collate_fn=sources.plain)
+    return wrap(loader, seed=seed, **options)
+
+
+class Numbers:
+    """A generator function whose length nobody knows."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self) -> Iterator[Any]:
+        for number in range(self.size):
+            yield number, random.random()
+
+
+def two(mode: Any, **options: Any) -> Loader:
+    """The example of a fault-tolerance FAQ: range(8) and range(16), batches of 4; here they draw random numbers too."""
+    return combine({"a": noisy(8, 1), "b": noisy(16, 2)}, mode, seed=3, **options)
+
+
+def of_unknown(mode: Any, **options: Any) -> Loader:
+    return combine([wrap(Numbers(3), seed=1), noisy(9, 2), wrap(Numbers(5), seed=3)], mode, seed=4, **options)
+
+
+class Restarting:
+    """Keeps a state of its own; each pass is a new epoch, but for the first after a load."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.epoch, self.next, self.loaded = size, 0, 0, False
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.next and not self.loaded:
+            self.epoch, self.next = self.epoch + 1, 0
+        self.loaded = False
+        while self.next < self.size:
+            self.next += 1
+            yield self.epoch, self.next - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.next, self.loaded = state["epoch"], state["next"], state["next"] < self.size
+
+
+def of_own_state(mode: Any, **options: Any) -> Loader:
+    parts = wrap(Restarting(3), remember=1), noisy(9, 2), wrap(Restarting(5), remember=1)
+    return combine(parts, mode, seed=4, **options)
+
+
+def nested(mode: Any, **options: Any) -> Loader:
+    return combine([two("max_size_cycle"), noisy(10, 5), two("weighted")], mode, seed=6, **options)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "min_size": {"mode": "min_size"},
+    "max_size": {"mode": "max_size"},
+    "max_size_cycle": {"mode": "max_size_cycle"},
+    "sequential": {"mode": "sequential"},
+    "all": {"mode": "weighted"},
+    "first": {"mode": "weighted", "until": "first"},
+    "cycle": {"mode": "weighted", "until": "cycle"},
+    "steps": {"mode": "weighted", "steps": 7},
+}
+KINDS: dict[str, Callable[..., Loader]] = {
+    "two": two, "unknown lengths": of_unknown, "own states": of_own_state, "nested": nested,
+}  # fmt: skip
+EPOCHS = 3
+
+
+def passes(loader: Loader, count: int) -> list[list[Any]]:
+    return [sources.taken(loader) for _ in range(count)]
+
+
+def walked(make: Make, steps: int) -> Loader:
+    """A loader that has handed out so many batches, over as many epochs as it takes."""
+    loader, left = make(), steps
+    while left:
+        got = len(list(itertools.islice(iter(loader), left)))
+        left -= got
+    return loader
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_cut_anywhere_it_goes_on_as_if_it_had_not_been(kind: str, options: str) -> None:
+    make = functools.partial(KINDS[kind], **OPTIONS[options])
+    epochs = passes(make(), EPOCHS)
+    assert all(epochs)
+    walking = make()
+    for number, epoch in enumerate(epochs[:2]):
+        batches = iter(walking)
+        for cut in range(len(epoch) + 1):
+            state = json.loads(json.dumps(walking.state_dict()))
+            fresh = make()
+            fresh.load_state_dict(state)
+            assert fresh.state_dict() == state
+            rest: list[Any] = []
+            expected = epoch[cut:] + epochs[number + 1]
+            if not ALL and cut % 5:
+                expected = expected[:3]  # where a cut is at fault, its first batches are
+            while len(rest) < len(expected):
+                rest += sources.taken(fresh, len(expected) - len(rest))
+            assert rest == expected, f"cut at {cut} of epoch {number}"
+            next(batches, None)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", ["two", "nested"])
+def test_lengths_are_known_everywhere(kind: str, options: str) -> None:
+    make = functools.partial(KINDS[kind], **OPTIONS[options])
+    loader, reference = make(), make()
+    for _ in range(2):
+        length = len(loader)
+        for step, _ in enumerate(loader):
+            if step + 1 < length:
+                assert (loader.batches_left, loader.batches_done) == (length - step - 1, step + 1)
+                reference.load_state_dict(loader.state_dict())
+                assert (reference.batches_left, len(reference)) == (length - step - 1, length)
+        assert step + 1 == length
+        assert loader.position == 0
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", ["two", "nested", "unknown lengths"])
+def test_batches_in_flight_are_handed_out_again(kind: str, options: str) -> None:
+    make = functools.partial(KINDS[kind], **OPTIONS[options])
+    (epoch,) = passes(make(), 1)
+    loader = make()
+    for step, _ in enumerate(loader, start=1):
+        for in_flight in range(1, min(step, 4) + 1) if ALL else {1, min(step, 4)}:
+            fresh = make()
+            fresh.load_state_dict(loader.state_dict(in_flight))
+            again = in_flight + 2  # the cuts above go on to the end
+            assert sources.taken(fresh, again) == epoch[step - in_flight :][:again]
+
+
+def test_batches_in_flight_of_the_epoch_before() -> None:
+    make = functools.partial(two, "min_size")
+    whole = [batch for epoch in passes(make(), 3) for batch in epoch]
+    loader = walked(make, 2)  # an epoch
+    fresh = make()
+    fresh.load_state_dict(loader.state_dict(1))
+    assert sources.taken(fresh) == whole[1:2]
+    next(iter(loader))
+    for in_flight in (1, 2, 3):
+        fresh = make()
+        fresh.load_state_dict(loader.state_dict(in_flight))
+        assert sources.taken(fresh, 1) == whole[3 - in_flight : 4 - in_flight]
+    with pytest.raises(StateError, match="in_flight"):
+        loader.state_dict(4)
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential", "weighted"])
+def test_what_a_mode_gives(mode: Any) -> None:
+    def make(size: int) -> Loader:
+        return wrap([f"{size}.{number}" for number in range(size)])
+
+    loader = combine({"x": make(2), "y": make(3)}, mode, seed=1)
+    first, second = passes(loader, 2)
+    zipped = [{"x": "2.0", "y": "3.0"}, {"x": "2.1", "y": "3.1"}]
+    if mode == "min_size":
+        assert first == second == zipped
+    elif mode == "max_size":
+        assert first == second == [*zipped, {"x": None, "y": "3.2"}]
+    elif mode == "max_size_cycle":
+        assert first == second == [*zipped, {"x": "2.0", "y": "3.2"}]
+    elif mode == "sequential":
+        assert first == second == ["2.0", "2.1", "3.0", "3.1", "3.2"]
+    else:
+        assert Counter(first) == Counter(second) == Counter(["2.0", "2.1", "3.0", "3.1", "3.2"])
+
+
+def test_a_cycle_counts_each_part_s_own_epochs() -> None:
+    loader = combine([noisy(4, 1), noisy(20, 2)], "max_size_cycle")
+    for _ in range(2):
+        list(loader)
+    assert [part.epoch for part in loader.source] == [10, 2]
+    (first, second), alone = passes(loader, 2), noisy(4, 1)
+    alone.seek(epoch=10)
+    assert [batch[0] for batch in first + second] == [batch for epoch in passes(alone, 10) for batch in epoch]
+
+
+def test_parts_cut_off_begin_their_next_epoch_in_the_state_too() -> None:
+    make = functools.partial(two, "min_size")
+    loader = walked(make, 2)
+    at_the_end = loader.state_dict()
+    fresh = make()
+    fresh.load_state_dict(at_the_end)
+    next(iter(fresh))
+    assert [part.epoch for part in fresh.source.values()] == [1, 1]
+    alone = noisy(16, 2)
+    alone.seek(epoch=1)
+    assert sources.taken(loader, 1)[0]["b"] == sources.taken(alone, 1)[0]
+
+
+def test_forms() -> None:
+    Pair = namedtuple("Pair", ["left", "right"])
+    parts = [wrap([1, 2]), wrap([3, 4])]
+    assert list(combine(Pair(*map(copy.copy, parts)), "min_size")) == [Pair(1, 3), Pair(2, 4)]
+    assert list(combine(tuple(map(copy.copy, parts)), "min_size")) == [(1, 3), (2, 4)]
+    assert list(combine(list(map(copy.copy, parts)), "min_size")) == [[1, 3], [2, 4]]
+    labelled = combine({"x": wrap([1, 2]), "y": wrap([3])}, "sequential", labelled=True)
+    assert list(labelled) == [("x", 1), ("x", 2), ("y", 3)]
+    assert list(combine([wrap([1]), wrap([3])], "sequential", labelled=True)) == [(0, 1), (1, 3)]
+    assert midepoch.wrap(labelled) is labelled
+
+
+# --- weighted mixing ---
+
+
+def test_draws_follow_the_weights() -> None:
+    loader = combine([wrap(list(range(10)), seed=0) for _ in range(3)], "weighted", weights=[1, 2, 0], steps=30_000,
+                     labelled=True, seed=9)  # fmt: skip
+    counts = Counter(name for name, _ in loader)
+    assert counts[2] == 0
+    assert abs(counts[0] - 10_000) < 400  # five standard deviations
+    assert loader.epoch == 1
+
+
+def test_draws_are_pinned() -> None:
+    def names(seed: int, epoch: int) -> list[int]:
+        loader = combine([wrap([0]), wrap([0]), wrap([0])], "weighted", weights=[1, 2, 3], steps=12, labelled=True,
+                         seed=seed)  # fmt: skip
+        loader.seek(epoch=epoch)
+        return [name for name, _ in loader]
+
+    assert names(0, 0) == PINNED[0]
+    assert names(1, 5) == PINNED[1]
+
+
+PINNED = ([2, 1, 0, 2, 0, 0, 2, 0, 0, 1, 0, 1], [0, 1, 2, 1, 2, 1, 2, 2, 1, 2, 1, 2])
+
+
+def test_other_weights_go_on_from_the_same_place() -> None:
+    loader = two("weighted", weights={"a": 1, "b": 1})
+    taken = sources.taken(loader, 2)
+    other = two("weighted", weights={"a": 0.01, "b": 1})
+    other.load_state_dict(loader.state_dict())
+    rest = sources.taken(other)
+    assert sorted(map(str, taken + rest)) == sorted(map(str, sources.taken(two("sequential"))))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    weights=st.lists(st.integers(0, 5), min_size=4, max_size=4),
+    until=st.sampled_from(["all", "first", "cycle"]),
+    seed=st.integers(0, 50),
+)
+def test_an_epoch_s_length_is_counted_as_it_is_drawn(
+    sizes: list[int], weights: list[int], until: Any, seed: int
+) -> None:
+    chosen = weights[: len(sizes)]
+    if not any(chosen):
+        chosen[0] = 1
+    loader = combine([wrap(list(range(size))) for size in sizes], "weighted", weights=chosen, until=until, seed=seed)
+    for _ in range(2):
+        length = len(loader)
+        assert len(list(loader)) == length
+
+
+# --- worlds ---
+
+
+@pytest.mark.parametrize("mode", ["max_size", "sequential", "weighted"])
+@pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 1), (1, 2)])
+def test_on_another_world_the_rest_comes_once(mode: str, old: int, new: int) -> None:
+    def make(rank: int, world_size: int) -> Loader:
+        world = midepoch.World(rank, world_size)
+        parts = [
+            wrap(DataLoader(range(first, first + size), 2, shuffle=True, collate_fn=list), seed=first, world=world)  # type: ignore[arg-type]
+            for first, size in ((0, 24), (100, 36))
+        ]
+        return combine(parts, mode, seed=1)  # type: ignore[arg-type]
+
+    def samples(batches: list[Any]) -> list[int]:
+        return [each for batch in batches for one in (batch if mode == "max_size" else [batch]) for each in one or ()]
+
+    everything = Counter([*range(24), *range(100, 136)])
+    for cut in range(1, 5):
+        got: Counter[int] = Counter()
+        states = []
+        for rank in range(old):
+            loader = make(rank, old)
+            got.update(samples(list(itertools.islice(iter(loader), cut))))
+            states.append(loader.state_dict())
+        assert all(state == states[0] for state in states)
+        counts = set()
+        for rank in range(new):
+            loader = make(rank, new)
+            loader.load_state_dict(states[-1])
+            left = loader.batches_left
+            rest = list(loader)
+            assert len(rest) == left
+            counts.add(left)
+            got.update(samples(rest))
+        assert len(counts) == 1
+        assert not everything - got
+        assert (got - everything).total() <= 2 * (new - 1)
+
+
+def test_worlds_that_do_not_agree() -> None:
+    here, there = midepoch.World(0, 2), midepoch.World(1, 2)
+    with pytest.raises(ValueError, match="share one world"):
+        combine([noisy(8, 1, world=here), noisy(8, 1, world=there)])
+    loader = combine([noisy(8, 1, world=here), noisy(8, 1, world=here)], world=there)
+    with pytest.raises(MidepochError, match="rank 0 of 2"):
+        next(iter(loader))
+    uneven = combine([noisy(8, 1, world=here, tail="uneven"), noisy(8, 1, world=here)])
+    with pytest.raises(midepoch.UnsupportedSourceError, match="uneven"):
+        len(uneven)
+
+
+# --- iteration ---
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_looking_ahead_moves_nothing(options: str) -> None:
+    make = functools.partial(two, **OPTIONS[options])
+    (epoch,) = passes(make(), 1)
+    loader = make()
+    for batch in epoch:
+        before = loader.state_dict()
+        assert loader.peek() == batch
+        assert loader.state_dict() == before
+        fresh = make()
+        fresh.load_state_dict(before)
+        assert sources.taken(fresh, 1) == [batch]
+        loader.load_state_dict(before)
+        assert next(iter(loader)) == batch
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_break_begins_a_new_epoch_of_every_part(options: str) -> None:
+    make = functools.partial(two, **OPTIONS[options])
+    loader = make()
+    sources.taken(loader, 2)
+    second = sources.taken(loader, 1)
+    state = loader.state_dict()
+    assert loader.epoch == 1
+    fresh = make()
+    fresh.load_state_dict(state)
+    assert second + sources.taken(fresh) == (second + list(_rest_of(loader)))
+
+
+def _rest_of(loader: Loader) -> Iterator[Any]:
+    fresh_state = loader.state_dict()
+    loader.load_state_dict(fresh_state)
+    return iter(loader)
+
+
+def test_set_epoch_and_seek() -> None:
+    reference = passes(two("min_size"), 4)
+    loader = two("min_size")
+    loader.set_epoch(2)
+    assert sources.taken(loader) == reference[2]
+    loader.set_epoch(3)
+    assert sources.taken(loader, 1) == reference[3][:1]
+    loader.seek(epoch=1)
+    assert passes(loader, 2) == reference[1:3]
+    sources.taken(loader, 1)
+    loader.seek(position=0)
+    assert sources.taken(loader) == reference[3]
+    sources.taken(loader, 1)
+    with pytest.raises(StateError, match="load one, or seek an epoch"):
+        loader.seek(position=2)
+    with pytest.raises(StateError, match="load one, or seek an epoch"):
+        loader.seek(epoch=2, position=1)
+
+
+def test_parts_read_before_begin_with_the_combination() -> None:
+    part = noisy(8, 1)
+    next(iter(part))
+    loader = combine([part, noisy(8, 2)])
+    state = loader.state_dict()
+    whole = sources.taken(loader)
+    assert len(whole) == 2
+    fresh = combine([noisy(8, 1), noisy(8, 2)])
+    fresh.load_state_dict(state)
+    assert sources.taken(fresh) == whole
+
+
+def test_copies_and_pickles_stand_where_the_loader_stands() -> None:
+    loader = two("max_size_cycle")
+    sources.taken(loader, 3)
+    whole = passes(two("max_size_cycle"), 1)[0]
+    twin = copy.copy(loader)
+    assert twin.source["a"] is not loader.source["a"]
+    sent = pickle.loads(pickle.dumps(two("sequential")))
+    assert sources.taken(sent) == sources.taken(two("sequential"))
+    again = pickle.loads(pickle.dumps(loader))
+    for one in (twin, again):
+        assert one.state_dict() == loader.state_dict()
+        fresh = two("max_size_cycle")
+        fresh.load_state_dict(one.state_dict())
+        assert sources.taken(fresh) == whole[3:]
+
+
+def varying() -> Loader:
+    """Epochs of 3, 4, 2, 4, 4, 3 batches."""
+    return combine([wrap(["a0", "a1"]), wrap(["b0", "b1", "b2"])], "weighted", until="first", seed=46)
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
+def test_a_part_whose_epochs_vary_in_length_is_counted_in_its_own_epoch(mode: Any) -> None:
+    def make() -> Loader:
+        return combine([varying(), wrap([0, 1, 2])], mode)
+
+    assert [len(epoch) for epoch in passes(varying(), 6)] == [3, 4, 2, 4, 4, 3]
+    loader, epochs, states = make(), [], []
+    for _ in range(6):
+        length = len(loader)
+        epochs.append(sources.taken(loader))
+        assert len(epochs[-1]) == length
+        states.append(loader.state_dict())
+    for number, state in enumerate(states[:-1], start=1):
+        fresh = _resumed(make(), state)
+        assert len(fresh) == fresh.batches_left == len(epochs[number])
+        assert sources.taken(fresh) == epochs[number]
+    broken = make()
+    sources.taken(broken, 1)
+    assert sources.taken(broken, 1) == epochs[1][:1]
+    assert len(broken) == len(epochs[1])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", ["two", "unknown lengths"])
+def test_a_state_is_gone_on_from_in_the_process_that_saved_it(kind: str, options: str) -> None:
+    make = functools.partial(KINDS[kind], **OPTIONS[options])
+    epochs = passes(make(), 4)
+    loader, states = make(), []
+    for _ in range(2):
+        for _batch in loader:
+            states.append(loader.state_dict())
+        states.append(loader.state_dict())  # after the end was found
+    whole = [batch for epoch in epochs for batch in epoch]
+    cuts = [*range(1, len(epochs[0]) + 1), len(epochs[0])]
+    cuts += [len(epochs[0]) + cut for cut in (*range(1, len(epochs[1]) + 1), len(epochs[1]))]
+    for cut, state in zip(cuts, states, strict=True):
+        loader.load_state_dict(state)
+        rest = sources.taken(loader)
+        assert rest == whole[cut : cut + len(rest)] and rest, f"cut at {cut}"
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_at_the_end_of_an_unknown_length_peeking_leaves_a_state_that_loads(options: str) -> None:
+    make = functools.partial(of_unknown, **OPTIONS[options])
+    epochs = passes(make(), 2)
+    loader = make()
+    sources.taken(loader)
+    before = loader.state_dict()
+    with contextlib.suppress(StopIteration):
+        loader.peek()
+    for state in (before, loader.state_dict()):
+        assert sources.taken(_resumed(make(), state)) == epochs[1]
+    assert sources.taken(loader) == epochs[1]
+
+
+def test_counts_stand_still_while_looking_ahead() -> None:
+    loader = combine([wrap([0, 1, 2])], "sequential")
+    next(iter(loader))
+    assert (loader.batches_left, loader.batches_done) == (2, 1)
+    loader.peek()
+    assert (loader.batches_left, loader.batches_done) == (2, 1)
+
+
+def test_batches_in_flight_after_a_cycle_of_unknown_length() -> None:
+    def make() -> Loader:
+        return combine([wrap(["a0", "a1"]), wrap(Numbers(5), seed=2)], "weighted", seed=1, until="cycle")
+
+    epochs = passes(make(), 3)
+    loader = make()
+    for epoch in epochs[:2]:
+        list(loader)
+        for in_flight in range(1, 5):
+            fresh = _resumed(make(), loader.state_dict(in_flight))
+            assert sources.taken(fresh) == epoch[len(epoch) - in_flight :]
+
+
+# --- failures ---
+
+
+class Breaking(Dataset[Any]):
+    """Fails at one sample while it is told to; counts its reads."""
+
+    def __init__(self, size: int, at: int) -> None:
+        self.size, self.at, self.broken, self.reads = size, at, True, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        if self.broken and index == self.at:
+            raise RuntimeError("out of order")
+        self.reads += 1
+        return index, random.random()
+
+
+@pytest.mark.parametrize("at", [0, 2, 5])
+@pytest.mark.parametrize("other", ["remembers", "own state"])
+@pytest.mark.parametrize("first", [True, False], ids=["fails first", "fails last"])
+def test_a_part_that_fails_leaves_nothing_half_consumed(at: int, other: str, first: bool) -> None:
+    def make(broken: bool) -> tuple[Loader, Breaking, Breaking]:
+        failing, steady = Breaking(6, at), Breaking(6, -1)
+        failing.broken = broken
+        parts = [
+            wrap(DataLoader(failing, 1, collate_fn=list), seed=1),
+            wrap(DataLoader(steady, 1, collate_fn=list), seed=2, verify="off")
+            if other == "remembers"
+            else wrap(Carried(6, 0, 1), remember=1),
+            wrap(Carried(6, 0, 1), remember=1),
+        ]
+        return combine(parts if first else parts[::-1], "min_size"), failing, steady
+
+    whole = sources.taken(make(False)[0])
+    loader, failing, steady = make(True)
+    batches = iter(loader)
+    got = [sources.plain(next(batches)) for _ in range(at)]
+    before = loader.state_dict()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of order"):
+            next(batches)
+        assert loader.state_dict() == before
+    resumed = make(False)[0]
+    resumed.load_state_dict(before)
+    assert sources.taken(resumed) == whole[at:]
+    failing.broken = False
+    got += [sources.plain(batch) for batch in batches]
+    assert got == whole
+    if other == "remembers":
+        assert steady.reads == 6, "what was received before the failure is handed out, not read again"
+
+
+def test_a_failing_part_of_one_at_a_time() -> None:
+    failing = Breaking(4, 1)
+    loader = combine([wrap(DataLoader(failing, 1, collate_fn=list)), wrap([1, 2])], "sequential")
+    batches = iter(loader)
+    next(batches)
+    before = loader.state_dict()
+    with pytest.raises(RuntimeError):
+        next(batches)
+    assert loader.state_dict() == before
+    failing.broken = False
+    assert len(list(batches)) == 5
+
+
+@pytest.mark.parametrize("options", [{"mode": "max_size_cycle"}, {"mode": "weighted", "steps": 9}])
+@pytest.mark.parametrize("empty", [lambda: wrap([]), lambda: wrap(Numbers(0))], ids=["no batches", "nothing comes"])
+def test_a_part_without_batches_cannot_begin_again(options: dict[str, Any], empty: Callable[[], Loader]) -> None:
+    loader = combine([empty(), wrap([1, 2, 3])], **options)
+    with pytest.raises(SourceError, match="part 0 has no batches"):
+        list(loader)
+
+
+@pytest.mark.parametrize("mode", ["max_size", "sequential", "weighted"])
+def test_a_part_without_batches_is_passed_over(mode: Any) -> None:
+    for empty in (wrap([]), wrap(Numbers(0))):
+        loader = combine([empty, wrap([1, 2, 3])], mode)
+        assert [len(epoch) for epoch in passes(loader, 2)] == [3, 3]
+    assert list(combine([wrap([]), wrap([1])], "min_size")) == []
+
+
+# --- what does not fit ---
+
+
+def test_states_of_other_parts_are_refused() -> None:
+    def make(*keys: str, mode: Any = "max_size", sizes: tuple[int, ...] = (8, 16, 12)) -> Loader:
+        return combine({key: noisy(size, 1) for key, size in zip(keys, sizes, strict=False)}, mode)
+
+    loader = make("a", "b")
+    sources.taken(loader, 1)
+    state = loader.state_dict()
+    rest = sources.taken(_resumed(make("a", "b"), state))
+    for other, told in [
+        (make("a", "b", "c"), "parts"), (make("a"), "parts"), (make("b", "a"), "parts"), (make("a", "x"), "parts"),
+        (make("a", "b", mode="min_size"), "mode"), (make("a", "b", sizes=(16, 8)), "part 'a'"),
+        (make("a", "b", sizes=(8, 18)), "part 'b'"), (noisy(8, 1), "adapter"),
+    ]:  # fmt: skip
+        whole = sources.taken(copy.copy(other), 2)
+        with pytest.raises(StateMismatchError, match=told):
+            other.load_state_dict(state)
+        assert sources.taken(other, 2) == whole
+    assert sources.taken(_resumed(make("a", "b"), state)) == rest
+    other_seed = combine({"a": noisy(8, 1), "b": noisy(16, 5)}, "max_size")
+    with pytest.raises(StateMismatchError, match="part 'b': the seed"):
+        other_seed.load_state_dict(state)
+
+
+def _resumed(loader: Loader, state: dict[str, Any]) -> Loader:
+    loader.load_state_dict(state)
+    return loader
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (([],), "at least one"),
+        (([wrap([1])], "zip"), "mode must be"),
+        (([[1, 2]],), "wrap it first"),
+        ((wrap([1]),), "a dict, a list or a tuple"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: tuple[Any, ...], told: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=told):
+        combine(*arguments)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights": [1]}, {"weights": [1, -1]}, {"weights": [0, 0]}, {"weights": [1, float("nan")]},
+        {"weights": {"a": 1}}, {"weights": ["x", 1]}, {"until": "never"}, {"until": "all", "steps": 3}, {"steps": 0},
+        {"seed": -1}, {"fingerprint": "x" * 65},
+    ],
+)  # fmt: skip
+def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        combine([wrap([1]), wrap([2])], "weighted", **options)
+    with pytest.raises(ValueError):
+        combine([wrap([1]), wrap([2])], "min_size", weights=[1, 2])
+
+
+def test_a_part_that_keeps_its_own_state_is_refused_with_the_line_that_makes_it_a_part() -> None:
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"part 1 keeps its own state.*source, remember=1\)"):
+        combine([wrap([1, 2]), wrap(Restarting(2))])
+    assert list(combine([wrap([1, 2]), wrap(Restarting(2), remember=1)])) == [[1, (0, 0)], [2, (0, 1)]]
+
+
+def test_one_loader_cannot_be_two_parts() -> None:
+    part = wrap([1])
+    with pytest.raises(ValueError, match="wrap its source twice"):
+        combine([part, part])
+
+
+def test_capabilities_are_those_of_all_parts() -> None:
+    told = two("min_size").capabilities
+    assert all(each for name, each in vars(told).items() if name != "skips")
+    mixed = of_unknown("min_size").capabilities
+    assert not mixed.constant_time_resume and "part 0" in mixed.constant_time_resume.reason
+    own = of_own_state("min_size")
+    assert not own.capabilities.elastic_world and not own.capabilities.rank_independent
+    next(iter(own))
+    state = own.state_dict()
+    elsewhere = combine(own.source, "min_size", seed=4, world=midepoch.World(0, 2))
+    with pytest.raises(StateMismatchError, match="world size"):
+        elsewhere.load_state_dict(state)
+
+
+# --- the laws ---
+
+
+# test_cut_anywhere_it_goes_on_as_if_it_had_not_been has every mode with every kind of part. The laws, in their short
+# form, have what differs in processes and in other worlds: parts that start again, draws by weight, parts within parts,
+# parts whose states each rank knows alone.
+class _Combined(ResumableTests):
+    identify: ClassVar[Any] = staticmethod(combine_sources.identify_all)
+    quick = True
+    parts = 2
+    state_bytes = 1024
+
+
+@pytest.mark.long
+class TestMinSize(_Combined):
+    make_loader = staticmethod(combine_sources.min_size)
+    identify = staticmethod(combine_sources.identify_short)
+    shuffled = True
+
+
+@pytest.mark.long
+class TestMaxSize(_Combined):
+    make_loader = staticmethod(combine_sources.max_size)
+    shuffled = True
+
+
+@pytest.mark.long  # the cuts of every mode are tried above, and a cycle inside another combination has the laws
+class TestMaxSizeCycle(_Combined):
+    world_sizes = (1, 2)
+    make_loader = staticmethod(combine_sources.max_size_cycle)
+    identify = staticmethod(combine_sources.identify_long)
+    shuffled = True
+    elastic_content = False  # which samples of the short part stand beside one depends on where its epoch ends
+
+
+@pytest.mark.long
+class TestSequential(_Combined):
+    make_loader = staticmethod(combine_sources.sequential)
+    draws = staticmethod(draws)
+    quick = False
+
+
+class TestWeighted(_Combined):
+    make_loader = staticmethod(combine_sources.weighted)
+    draws = staticmethod(draws)
+    shuffled = True
+
+
+class TestNested(_Combined):
+    world_sizes = (1, 2)
+    make_loader = staticmethod(combine_sources.nested)
+    parts = 3
+    state_bytes = 3 * 512
+
+
+@pytest.mark.long
+class TestUnknownLengths(_Combined):
+    make_loader = staticmethod(combine_sources.of_unknown_length)
+
+
+class TestOwnStates(_Combined):
+    make_loader = staticmethod(combine_sources.of_own_states)
+    identify = staticmethod(combine_sources.identify_short)
+    tail = "drop"
+    state_bytes = 2048

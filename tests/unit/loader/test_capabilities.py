@@ -1,0 +1,161 @@
+"""What each loader says of itself is the table of the design: a 'no' where it says yes is a defect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import midepoch
+from midepoch import Capabilities, MidepochError
+from midepoch.loader.loader import Loader
+from support import sources, wild_sources
+
+# exact order, exact augmentations, constant-time resume, elastic world, elastic workers, rank-independent
+ALL_YES = "yes yes yes yes yes yes"
+REPLAY = "yes yes no no no yes"
+REPLAY_SHARED = "yes yes no yes no yes"
+OWN_STATE = "yes yes yes no no no"  # as the source's own; its own state knows neither ranks nor workers
+
+TABLE: dict[str, tuple[str, Callable[[], Loader]]] = {
+    "DataLoader, map-style, sequential": (ALL_YES, lambda: midepoch.wrap(DataLoader(sources.Noisy(8)))),
+    "DataLoader, map-style, shuffled": (ALL_YES, lambda: midepoch.wrap(sources.noisy_loader())),
+    "DataLoader, map-style, in workers": (ALL_YES, lambda: midepoch.wrap(sources.noisy_loader(num_workers=2))),
+    "DataLoader, DistributedSampler": (
+        ALL_YES,
+        lambda: midepoch.wrap(
+            DataLoader(sources.Noisy(8), sampler=DistributedSampler(sources.Noisy(8), 2, 1)),
+        ),
+    ),
+    "DataLoader, collate that draws": (
+        ALL_YES, lambda: midepoch.wrap(sources.noisy_loader(collate_fn=sources.noisy_collate))
+    ),
+    "DataLoader, listed order": (
+        ALL_YES,
+        lambda: midepoch.wrap(DataLoader(sources.Noisy(8), sampler=WeightedRandomSampler([1.0] * 8, 8))),
+    ),
+    "DataLoader, own batch sampler": (
+        ALL_YES, lambda: midepoch.wrap(DataLoader(sources.Noisy(8), batch_sampler=sources.Buckets(8)))
+    ),
+    "object around a DataLoader, with inside=": (
+        ALL_YES, lambda: midepoch.wrap(wild_sources.OneAhead(sources.noisy_loader()), inside="loader")
+    ),
+    "DataLoader subclass, with inside=": (
+        ALL_YES, lambda: midepoch.wrap(wild_sources.KeepsWorkers(sources.Noisy(8), 2), inside="")
+    ),
+    "object around a DataLoader, not declared": (
+        REPLAY, lambda: midepoch.wrap(wild_sources.OneAhead(sources.noisy_loader()))
+    ),
+    "iterable exposing samplers": (ALL_YES, lambda: midepoch.wrap(sources.Exposing(8))),
+    "iterable exposing several": (ALL_YES, lambda: midepoch.wrap(sources.Pairs(8))),
+    "iterable exposing samplers, in workers": (
+        ALL_YES, lambda: midepoch.wrap(DataLoader(sources.Exposing(8), num_workers=2))
+    ),
+    "list of batches": (ALL_YES, lambda: midepoch.wrap([1, 2, 3])),
+    "tuple of batches": (ALL_YES, lambda: midepoch.wrap((1, 2, 3))),
+    "generator function": (REPLAY, lambda: midepoch.wrap(sources.numbers)),
+    "re-iterable": (REPLAY, lambda: midepoch.wrap(sources.Restartable(8))),
+    "IterableDataset without samplers": (REPLAY, lambda: midepoch.wrap(sources.Stream(8))),
+    "IterableDataset in a loader": (REPLAY, lambda: midepoch.wrap(DataLoader(sources.Stream(8)))),
+    "IterableDataset that shards itself, in workers": (
+        REPLAY, lambda: midepoch.wrap(DataLoader(sources.Stream(8), num_workers=2), shard=False)
+    ),
+    "generator function, shard=True": (REPLAY_SHARED, lambda: midepoch.wrap(sources.numbers, shard=True)),
+    "IterableDataset, shard=True, in workers": (
+        REPLAY_SHARED, lambda: midepoch.wrap(DataLoader(sources.Stream(8), num_workers=2), shard=True)
+    ),
+    "samplers that are drawn from unequally": (REPLAY, lambda: _tried(sources.Rejecting(8, [0, 1, 3, 4, 6]))),
+    "StatefulDataLoader": ("yes yes no no no no", lambda: midepoch.wrap(StatefulDataLoader(sources.Indices(8)))),
+    "source with its own state": (OWN_STATE, lambda: midepoch.wrap(sources.Counter())),
+}  # fmt: skip
+
+
+def _tried(source: Any) -> Loader:
+    """Only reading tells; asking does not read."""
+    loader = midepoch.wrap(source)
+    assert loader.capabilities.constant_time_resume
+    with pytest.warns(midepoch.MidepochWarning, match="drew .* indices from a sampler"):
+        list(loader)
+    return loader
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_capabilities_are_those_of_the_table(name: str) -> None:
+    expected, make = TABLE[name]
+    with make() as loader:
+        told = loader.capabilities
+    assert list(vars(told)) == [
+        "exact_order", "exact_augmentations", "constant_time_resume", "elastic_world", "elastic_workers",
+        "rank_independent", "skips",
+    ]  # fmt: skip
+    of_table = list(vars(told).values())[:-1]
+    assert " ".join("yes" if capability else "no" for capability in of_table) == expected, str(told)
+    for capability in vars(told).values():
+        assert len(capability.reason.split()) >= 3, "each answer has its reason in a sentence"
+        assert capability.reason in str(told)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_capabilities_do_not_change_with_use(name: str) -> None:
+    make = TABLE[name][1]
+    with make() as loader:
+        before = answers(loader.capabilities)
+        sources.taken(loader, 2)
+        assert answers(loader.capabilities) == before
+
+
+def answers(told: Capabilities) -> dict[str, bool]:
+    return {field.name: bool(getattr(told, field.name)) for field in fields(told)}
+
+
+def rest(make: Callable[..., Loader], state: dict[str, Any], **elsewhere: Any) -> list[Any] | None:
+    """What a fresh loader elsewhere has left, or None where it refuses."""
+    try:
+        return sources.quiet_resume(lambda: make(**elsewhere), state)
+    except MidepochError:
+        return None
+
+
+ELASTIC: dict[str, Callable[..., Loader]] = {
+    "map": lambda workers=0, **keywords: midepoch.wrap(sources.noisy_loader(num_workers=workers), seed=5, **keywords),
+    "driven": lambda workers=0, **keywords: midepoch.wrap(
+        DataLoader(sources.Exposing(22), batch_size=4, num_workers=workers), seed=5, **keywords
+    ),
+    "stream, shard=True": lambda workers=0, **keywords: midepoch.wrap(
+        DataLoader(sources.Stream(22), batch_size=4, num_workers=workers), seed=5, shard=True, **keywords
+    ),
+    "stream, shard=False": lambda workers=0, **keywords: midepoch.wrap(
+        DataLoader(sources.Stream(22), batch_size=4, num_workers=workers), seed=5, shard=False, **keywords
+    ),
+    "own state": lambda workers=0, **keywords: midepoch.wrap(
+        StatefulDataLoader(sources.Indices(22), batch_size=4, num_workers=workers), **keywords
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ELASTIC)
+def test_capabilities_are_kept(name: str) -> None:
+    """What says yes continues elsewhere exactly; what says no refuses, or is at least exact."""
+    make = ELASTIC[name]
+    torch.manual_seed(2)
+    with make() as loader:
+        told = loader.capabilities
+        whole = sources.taken(loader)
+    state = sources.heads(make, 2)[1]
+    in_two = rest(make, state, world=midepoch.World(0, 2))
+    if told.elastic_world:
+        assert in_two is not None
+        assert in_two[0] == whole[2]
+    else:
+        assert in_two is None
+    in_workers = rest(make, state, workers=2)
+    if told.elastic_workers:
+        assert in_workers == whole[2:]
+    elif told.rank_independent:
+        assert in_workers is None
+    assert rest(make, state) == whole[2:]

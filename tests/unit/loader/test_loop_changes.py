@@ -1,0 +1,260 @@
+"""What the training loop changes in what the readers hold: a state says it, and a resume compares it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import midepoch
+from midepoch import MidepochWarning, SourceError, StateCorruptError
+from midepoch.loader.loader import Loader
+from midepoch.loader.loop_changes import LoopChanges
+from midepoch.state.format import LONGEST_CHANGED
+
+RESTORE = "restore it before the first batch"
+
+
+class Scaled(Dataset[Any]):
+    """Sample i times a factor that the program may change, and a counter that reading moves."""
+
+    def __init__(self, size: int = 12) -> None:
+        self.size, self.factor, self.read = size, 1.0, 0
+        self.data = torch.arange(float(size))
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        return torch.tensor([float(self.data[index]), self.factor, random.random()])
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, size: int = 12) -> None:
+        self.size, self.factor = size, 1.0
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(self.size):
+            yield torch.tensor([float(index), self.factor, random.random()])
+
+
+def wrapped(dataset: Any, workers: int = 0, kept: bool = False, **options: Any) -> Loader:
+    source: Any = DataLoader(dataset, 2, num_workers=workers, persistent_workers=kept)
+    shard = True if workers and isinstance(dataset, IterableDataset) else None
+    return midepoch.wrap(source, seed=0, shard=shard, **options)
+
+
+def by_epoch(dataset: Any, epoch: int, step: int) -> None:
+    dataset.factor = 1.0 + epoch
+
+
+def by_step(dataset: Any, epoch: int, step: int) -> None:
+    dataset.factor = 1.0 + epoch + step / 8
+
+
+Change = Callable[[Any, int, int], None]
+
+
+def cut(loader: Loader, change: Change, at: tuple[int, int] | None) -> tuple[list[Any], Any]:
+    """Train until the cut: the batches, and the state. The loop changes the dataset before a pass and after a batch."""
+    seen: list[Any] = []
+    with loader:
+        for epoch in loader.epochs(3):
+            if not loader.position:
+                change(loader.source.dataset, epoch, 0)
+            for batch in loader:
+                seen.append(batch.tolist())
+                step = loader.position // 2
+                change(loader.source.dataset, epoch, step)
+                if at == (epoch, step):
+                    return seen, (loader.state_dict(), loader.source.dataset.factor)
+    return seen, None
+
+
+CUTS = [(0, 1), (0, 3), (1, 1), (1, 4), (2, 2)]
+
+
+@pytest.mark.parametrize(("workers", "kept"), [(0, False), (2, False), (2, True)])
+@pytest.mark.parametrize("change", [by_epoch, by_step])
+@pytest.mark.parametrize("kind", [Scaled, Stream])
+def test_what_the_program_restores_is_exact_or_said(
+    kind: Any, change: Change, workers: int, kept: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    """It saves the factor with the state, and sets it before the first batch, as a program does."""
+    whole, _ = cut(wrapped(kind(), workers, kept), change, None)
+    for at in CUTS:
+        before, saved = cut(wrapped(kind(), workers, kept), change, at)
+        state, factor = saved
+        loader = wrapped(kind(), workers, kept)
+        loader.load_state_dict(state)
+        loader.source.dataset.factor = factor
+        recwarn.clear()
+        try:
+            rest, _ = cut(loader, change, None)
+        except SourceError as error:  # what a replay reads again is not what was read
+            assert kind is Stream and change is by_step and "does not repeat itself" in str(error)
+            continue
+        said = [str(each.message) for each in recwarn if RESTORE in str(each.message)]
+        if before + rest == whole:
+            assert not said or change is by_step  # workers that read ahead may not have come to where it differs
+        else:
+            assert len(said) == 1 and f"dataset.factor was {1.0 + at[0]} for the readers, is {factor} now" in said[0]
+        if change is by_epoch or (not workers and kind is Scaled):
+            assert before + rest == whole and not said
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("at", [(1, 2), (2, 1)])
+def test_what_the_program_does_not_restore_is_said_once(at: tuple[int, int], workers: int) -> None:
+    _, saved = cut(wrapped(Scaled(), workers), by_epoch, at)
+    with wrapped(Scaled(), workers) as loader:
+        loader.load_state_dict(saved[0])
+        with pytest.warns(MidepochWarning, match=RESTORE) as told:
+            list(loader)
+            list(loader)
+    assert [str(each.message) for each in told if RESTORE in str(each.message)] == [
+        f"dataset.factor was {1.0 + at[0]} for the readers, is 1.0 now: {RESTORE}"
+    ]
+
+
+def test_a_state_names_what_the_loop_has_changed_and_keeps_it() -> None:
+    dataset = Scaled()
+    loader = wrapped(dataset)
+    next(batches := iter(loader))
+    assert loader.state_dict()["changed"] == ""  # reading moves `read`, and nobody else has changed anything
+    dataset.factor = 3.0
+    next(batches)
+    assert json.loads(loader.state_dict()["changed"]) == {"dataset.factor": "3.0"}
+    again = wrapped(Scaled())
+    again.load_state_dict(loader.state_dict())
+    again.source.dataset.factor = 3.0
+    for _ in again.epochs(2):
+        list(again)
+    assert json.loads(again.state_dict()["changed"]) == {"dataset.factor": "3.0"}
+    assert len(json.dumps(again.state_dict())) <= 512
+
+
+def test_what_is_kept_is_bounded() -> None:
+    dataset: Any = Scaled()
+    for number in range(40):
+        setattr(dataset, f"probability_{number}", 0.5)
+    loader = wrapped(dataset)
+    list(loader)
+    for number in range(40):
+        setattr(dataset, f"probability_{number}", number / 64)
+    next(iter(loader))
+    changed = loader.state_dict()["changed"]
+    assert len(changed) <= LONGEST_CHANGED
+    assert json.loads(changed)["*"].startswith("#")
+    setattr(dataset, "probability_39", 0.0)  # noqa: B010  # among the others
+    next(iter(loader))
+    assert json.loads(loader.state_dict()["changed"])["*"] != json.loads(changed)["*"]
+
+
+def test_a_trainer_whose_method_collates_is_not_the_readers() -> None:
+    class Trainer:
+        step = 0
+
+        def collate(self, samples: Any) -> Any:
+            return torch.stack(samples)
+
+    trainer = Trainer()
+    source: Any = DataLoader(Scaled(), 2, collate_fn=trainer.collate)
+    loader = midepoch.wrap(source, seed=0)
+    for _ in range(2):
+        for _ in loader:
+            trainer.step += 1
+            assert loader.state_dict()["changed"] == ""
+
+
+@pytest.mark.parametrize("changed", ["[]", '{"dataset.p":3}', "{", '{"' + "a" * 200 + '":"1"}'])
+def test_an_edited_text_is_refused(changed: str) -> None:
+    loader = wrapped(Scaled())
+    next(iter(loader))
+    state = loader.state_dict()
+    with pytest.raises(StateCorruptError):
+        wrapped(Scaled()).load_state_dict(midepoch.reseal({**state, "changed": changed}))
+
+
+def test_nothing_is_looked_at_with_verify_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(LoopChanges, "_look")
+    loader = wrapped(Scaled(), verify="off")
+    dataset = loader.source.dataset
+    for factor in (1.0, 2.0):
+        dataset.factor = factor
+        list(loader)
+    assert loader.state_dict()["changed"] == ""
+
+
+@pytest.mark.parametrize("renewed", [False, True])
+def test_data_that_the_loop_renews_are_not_called_others(renewed: bool, recwarn: pytest.WarningsRecorder) -> None:
+    """At an epoch's boundary: once the loop has renewed them, and the state says so, others are as they should be."""
+
+    def renew(dataset: Any, epoch: int, step: int) -> None:
+        if not step:
+            dataset.data = torch.arange(12.0) + 100 * epoch * renewed
+
+    loader = wrapped(Scaled())
+    for epoch in loader.epochs(2):
+        renew(loader.source.dataset, epoch, 0)
+        list(loader)
+    state = loader.state_dict()
+    assert (state["epoch"], state["position"]) == (2, 0)
+    assert bool(state["changed"]) == renewed
+    again = wrapped(Scaled())
+    again.load_state_dict(state)
+    renew(again.source.dataset, 2, 0)
+    recwarn.clear()
+    next(iter(again))
+    assert not recwarn.list
+    if not renewed:
+        again.load_state_dict(state)
+        again.source.dataset.data += 5
+        with pytest.warns(MidepochWarning, match="is not bit for bit"):
+            next(iter(again))
+
+
+class Remembering(Stream):
+    """Gives one sample more in each pass that it has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        yield from itertools.islice(super().__iter__(), 6 + self.passes)
+
+
+class Counting:
+    """A collate function that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, samples: Any) -> Any:
+        self.calls += 1
+        return torch.stack(samples)
+
+
+def test_what_moves_from_pass_to_pass_as_it_is_read_is_believed() -> None:
+    stream = wrapped(Remembering())
+    source: Any = DataLoader(Scaled(), 2, collate_fn=Counting())
+    collating = midepoch.wrap(source, seed=0)
+    for loader, name in ((stream, "passes"), (collating, "calls")):
+        for _ in range(3):
+            list(loader)
+        promises = loader.capabilities
+        assert f"{name} moves from pass to pass as it is read" in promises.exact_augmentations.reason + (
+            promises.exact_order.reason
+        )
+    assert stream.capabilities.exact_order.believed
+    assert collating.capabilities.exact_augmentations.believed
+    assert not collating.capabilities.exact_order.believed

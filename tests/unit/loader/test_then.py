@@ -1,0 +1,951 @@
+"""`then`: work on whole batches, under their streams, counted where its result is handed out."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import pickle
+import random
+import re
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import midepoch
+from midepoch import MidepochWarning, SourceError, StateError
+from midepoch.loader.loader import Loader
+from midepoch.order.keys import derive_key
+from midepoch.randomness.devices import DeviceGenerators
+from midepoch.testing import ResumableTests
+from support import law_sources, sources, then_sources
+
+# --- the laws, for each way of reading -------------------------------------------------------------------------------
+
+
+class _Worked(ResumableTests):
+    identify = staticmethod(law_sources.identify)
+    draws: ClassVar[Any] = staticmethod(law_sources.draws)
+    quick = True
+    state_bytes = 512
+    elastic_content = False  # what is drawn for a batch is the batch's
+
+
+class TestMapStyle(_Worked):
+    make_loader = staticmethod(then_sources.map_style)
+    shuffled = True
+
+
+class TestExposing(_Worked):
+    make_loader = staticmethod(then_sources.exposing)
+    shuffled = True
+
+
+class TestReplayed(_Worked):
+    make_loader = staticmethod(then_sources.replayed)
+
+
+class TestListed(_Worked):
+    make_loader = staticmethod(then_sources.listed)
+
+
+class TestCarried(_Worked):
+    make_loader = staticmethod(then_sources.carried)
+    tail = "drop"  # as the source does
+
+
+class TestTorchdata(_Worked):
+    make_loader = staticmethod(then_sources.torchdata)
+    shuffled = True
+    world_sizes = (1,)  # it divides itself, by what it takes for the world
+    state_bytes = 16384
+
+
+# --- a state counts what was handed out ------------------------------------------------------------------------------
+
+
+def batches_of_unknown_number() -> Iterator[int]:
+    """Ends by itself; how many there are is known only then."""
+    for number in range(7):
+        yield number + (random.random() < 0.5)
+
+
+def webdataset_dropping(**options: Any) -> Loader:
+    """Steps without a batch move the position, so the session corrects it."""
+    wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
+    from support import webdataset_sources
+
+    urls = webdataset_sources.law_shards("indexed", [4, 0, 5, 1, 3])
+    dataset = wds.WebDataset(urls, shardshuffle=False, nodesplitter=wds.split_by_node)
+    dataset = dataset.select(dropped).map(webdataset_sources.Reading()).batched(2, collation_fn=torch.stack)
+    return midepoch.wrap(DataLoader(dataset, batch_size=None), seed=5, **options)
+
+
+def dropped(sample: dict[str, Any]) -> bool:
+    return int(sample["cls"]) not in (2, 3, 6, 7, 12)
+
+
+def webdataset_streamed(**options: Any) -> Loader:
+    wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
+    from support import webdataset_sources
+
+    urls = [url + ".gz" for url in webdataset_sources.law_shards("streamed", [4] * 12)]
+    dataset = wds.WebDataset(urls, shardshuffle=100, nodesplitter=wds.split_by_node).shuffle(10)
+    dataset = dataset.map(webdataset_sources.Reading()).batched(5, collation_fn=torch.stack)
+    return midepoch.wrap(DataLoader(dataset, batch_size=None), seed=5, tail="uneven", **options)
+
+
+def drawing(batch: Any) -> Any:
+    """What the batch is, and a number of its stream."""
+    return sources.plain(batch), random.random()
+
+
+PLACED: dict[str, Callable[..., Loader]] = {
+    "by index": lambda **options: midepoch.wrap(sources.noisy_loader(), seed=5, **options),
+    "by index, second of two ranks": lambda **options: midepoch.wrap(
+        sources.noisy_loader(), seed=5, world=midepoch.World(1, 2), tail="uneven", **options
+    ),
+    "by index, in workers": lambda **options: midepoch.wrap(sources.noisy_loader(num_workers=2), seed=5, **options),
+    "exposing its sampler": lambda **options: midepoch.wrap(
+        DataLoader(sources.Exposing(14), batch_size=4), seed=5, **options
+    ),
+    "replayed, of unknown length": lambda **options: midepoch.wrap(batches_of_unknown_number, seed=5, **options),
+    "replayed in workers": lambda **options: midepoch.wrap(
+        DataLoader(sources.Stream(13), batch_size=2, num_workers=2), seed=5, shard=True, **options
+    ),
+    "a state of its own": lambda **options: midepoch.wrap(sources.Counter(7), seed=5, **options),
+    "webdataset, with steps that have no batch": webdataset_dropping,
+    "webdataset, streamed": webdataset_streamed,
+}
+
+
+def places(loader: Loader, epochs: int = 2) -> list[Any]:
+    """All that a loop can see: each batch, and between batches the state, now and two batches ago."""
+    found: list[Any] = []
+
+    def look() -> None:
+        found.append((loader.state_dict(), loader.epoch, loader.position, loader.batches_done))
+        try:
+            found.append(loader.state_dict(in_flight=2))
+        except StateError as error:
+            found.append(str(error))
+
+    for _ in range(epochs):
+        look()
+        for batch in loader:
+            found.append(batch)
+            look()
+            if random.random() < 0.3:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                try:
+                    found.append(loader.peek())
+                except StopIteration:
+                    found.append("the end")
+                look()
+    look()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+@pytest.mark.parametrize("name", PLACED)
+def test_the_loop_sees_the_same_places_as_without(name: str) -> None:
+    """In a state and in a count, now and two batches ago: those of the source's own batches."""
+    seen = []
+    for options in ({"then": lambda batch: drawing(batch)[0]}, {}):
+        random.seed(9)  # where it peeks
+        with PLACED[name](**options) as loader:
+            seen.append(sources.plain(places(loader)))
+    assert len(seen[0]) > 20
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+@pytest.mark.parametrize("name", PLACED)
+def test_a_resume_at_every_place(name: str) -> None:
+    """Also at the end, where the length is unknown or steps have no batch. The laws do so in other processes."""
+    make = functools.partial(PLACED[name], then=drawing)
+    with make() as loader:
+        states, batches = [loader.state_dict()], []
+        for batch in itertools.chain(loader, loader):
+            batches.append(batch)
+            states.append(loader.state_dict())
+    for cut in range(0, len(states), 3 if "workers" in name else 1):
+        with make() as loader:
+            loader.load_state_dict(states[cut])
+            rest = list(loader)
+            while len(rest) < len(batches) - cut:
+                rest += list(loader)
+            assert rest[: len(batches) - cut] == batches[cut:], cut
+
+
+# --- the streams -----------------------------------------------------------------------------------------------------
+
+
+def test_the_stream_is_pinned() -> None:
+    """States saved by one version go on in the next: the key is that of (7, seed, epoch, the first position)."""
+    source = DataLoader(sources.Indices(20), batch_size=3)
+    loader = midepoch.wrap(source, seed=11, world=midepoch.World(1, 2), then=lambda _: random.random())
+    numbers = [list(loader) for _ in range(2)]
+    for epoch in range(2):
+        for step in range(3):
+            generator = random.Random(derive_key(7, 11, epoch, step * 6 + 3))
+            assert numbers[epoch][step] == generator.random()
+    # The same by hand, from the published constants of SplitMix64.
+    assert derive_key(7, 11, 0, 3) == by_hand(7, 11, 0, 3)
+
+
+ALONE: dict[str, tuple[Callable[[], float], Callable[[int], float]]] = {
+    "python": (random.random, lambda key: random.Random(key).random()),
+    # The upper half of the key, or torch's numbers would be the same.
+    "numpy": (np.random.standard_normal, lambda key: np.random.RandomState(key >> 32).standard_normal()),
+    "torch": (
+        lambda: torch.randn(()).item(),
+        lambda key: torch.randn((), generator=torch.Generator().manual_seed(key)).item(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_the_numbers_are_those_of_a_generator_with_the_key_as_its_seed(name: str) -> None:
+    """Of each batch, in the middle of a pass too, where only the generator is seeded that was used before."""
+    draw, alone = ALONE[name]
+    loader = midepoch.wrap(list(range(150)), seed=11, then=lambda batch: (batch, draw()))
+    for epoch in range(2):
+        assert list(loader) == [(place, alone(derive_key(7, 11, epoch, place))) for place in range(150)]
+    loader.seek(epoch=0, position=77)
+    assert next(iter(loader)) == (77, alone(derive_key(7, 11, 0, 77)))
+
+
+def by_hand(*words: int) -> int:
+    key = 0
+    for word in words:
+        z = (key + (word + 1) * 0x9E3779B97F4A7C15) % 2**64
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        key = z ^ z >> 31
+    return key
+
+
+def test_it_shares_no_stream_with_the_collate_function() -> None:
+    def collate(samples: list[int]) -> Any:
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    def then(batch: Any) -> Any:
+        return batch, (random.random(), np.random.rand(), torch.rand(()).item())
+
+    loader = midepoch.wrap(DataLoader(sources.Indices(12), batch_size=3, collate_fn=collate), seed=1, then=then)
+    for _ in range(2):
+        for of_collate, of_then in loader:
+            assert not set(of_collate) & set(of_then)
+
+
+def test_ranks_that_share_a_batch_share_its_stream() -> None:
+    """And others do not."""
+
+    def make(rank: int) -> list[Any]:
+        loader = DataLoader(sources.Indices(12), batch_size=3)
+        return list(midepoch.wrap(loader, seed=1, world=midepoch.World(rank, 2), then=lambda _: torch.rand(()).item()))
+
+    first, second = make(0), make(1)
+    assert make(0) == first
+    assert not set(first) & set(second)
+
+
+class Augment(torch.nn.Module):
+    """A module with parts that hold generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.erase, self.inner = Erase(5), Erase(6)
+        self.more = torch.nn.Sequential(self.inner, torch.nn.Identity())
+
+    def forward(self, batch: torch.Tensor) -> list[float]:
+        return [*self.erase(batch), *self.more(batch)]  # the generator inside is found at two paths, and keyed once
+
+
+class Erase(torch.nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def forward(self, batch: Any) -> list[float]:
+        return torch.rand(2, generator=self.generator).tolist()
+
+
+def test_a_module_and_the_generators_of_its_parts() -> None:
+    module = Augment()
+    before = [module.erase.generator.get_state(), module.inner.generator.get_state()]
+
+    def make(then: Any) -> Loader:
+        return midepoch.wrap(DataLoader(sources.Indices(20), batch_size=4), seed=3, then=then)
+
+    whole = list(make(module))
+    assert len({number for numbers in whole for number in numbers}) == 20
+    loader = make(module)
+    next(iter(loader))
+    fresh = make(Augment())
+    fresh.load_state_dict(loader.state_dict())
+    assert list(fresh) == whole[1:]
+    after = [module.erase.generator.get_state(), module.inner.generator.get_state()]
+    assert all(map(torch.equal, before, after))
+
+
+def test_generators_of_a_closure_and_of_partials() -> None:
+    closed_over, bound = random.Random(5), np.random.default_rng(6)
+
+    def then(batch: Any, generator: np.random.Generator) -> Any:
+        return closed_over.random(), generator.random()
+
+    def make() -> Loader:
+        return midepoch.wrap([0] * 6, seed=3, then=functools.partial(then, generator=bound))
+
+    whole = list(make())
+    loader = make()
+    list(itertools.islice(loader, 2))
+    closed_over.random(), bound.random()
+    loader.load_state_dict(loader.state_dict())
+    assert list(loader) == whole[2:]
+
+
+class Late:
+    """Makes its generator when it is first called."""
+
+    def __init__(self) -> None:
+        self.generator: random.Random | None = None
+
+    def __call__(self, batch: Any) -> float:
+        if self.generator is None:
+            self.generator = random.Random()
+        return self.generator.random()
+
+
+def test_a_generator_made_by_the_first_call() -> None:
+    """The first batch is read again where that is a jump; elsewhere a warning says that it is not exact."""
+    for name in ("by index", "exposing its sampler", "webdataset, with steps that have no batch"):
+        loader, other, plain = (PLACED[name](then=then) for then in (Late(), Late(), drawing))
+        batches, others = iter(loader), iter(other)
+        assert next(batches) == next(others)
+        next(iter(plain))
+        assert loader.state_dict() == plain.state_dict()  # what was seen of the first sample, too
+        resumed = PLACED[name](then=Late())
+        resumed.load_state_dict(loader.state_dict())
+        assert list(batches) == list(others) == list(resumed)
+    with pytest.warns(MidepochWarning, match="made a random generator when it was first called"):
+        once = list(midepoch.wrap(batches_of_unknown_number, seed=1, then=Late()))
+    with pytest.warns(MidepochWarning, match="made a random generator when it was first called"):
+        again = list(midepoch.wrap(batches_of_unknown_number, seed=1, then=Late()))
+    assert once[1:] == again[1:]
+
+
+def test_the_caller_finds_the_generators_as_they_were() -> None:
+    def numbers() -> tuple[float, ...]:
+        return random.random(), random.gauss(0, 1), np.random.standard_normal(), torch.randn(1).item()
+
+    def seen(then: Callable[[Any], Any] | None) -> list[Any]:
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        loader = midepoch.wrap(list(range(6)), seed=1, then=then)
+        return [numbers() for _ in loader]
+
+    expected = seen(None)
+    for draws in ((), (0,), (3,), range(6)):
+        assert seen(lambda batch: numbers() if batch in draws else batch) == expected  # noqa: B023  # called at once
+
+
+def test_without_streams_it_draws_from_the_callers_generators() -> None:
+    loader = midepoch.wrap([0] * 4, then=lambda batch: random.random(), randomness="none")
+    random.seed(1)
+    numbers = list(loader)
+    random.seed(1)
+    assert numbers == [random.random() for _ in range(4)]
+    assert not loader.capabilities.exact_augmentations
+    assert "then=" in loader.capabilities.exact_augmentations.reason
+
+
+# --- a function that draws nothing -----------------------------------------------------------------------------------
+
+
+def seeded(loader: Loader) -> int:
+    """How often generators are seeded during an epoch."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        nonlocal count
+        code = frame.f_code
+        named = code.co_name == "start" and "globals.py" in code.co_filename
+        count += event == "call" and named
+
+    sys.setprofile(note)
+    try:
+        list(loader)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_function_that_draws_nothing_is_seeded_once_in_a_process() -> None:
+    loader = midepoch.wrap(list(range(50)), then=lambda batch: batch, verify="off")
+    assert [seeded(loader) for _ in range(3)] == [1, 0, 0]
+    loader = midepoch.wrap(list(range(50)), then=Counting(as_it_is))
+    assert [seeded(loader) for _ in range(3)] == [3, 0, 0], "it is tried once"
+    loader = midepoch.wrap(list(range(50)), then=lambda batch: random.random(), verify="off")
+    assert [seeded(loader) for _ in range(2)] == [50, 50]
+
+
+def test_global_generators_are_spared_by_a_module_that_draws_from_its_own() -> None:
+    module = Erase(5)
+    loader = midepoch.wrap(list(range(50)), seed=0, then=module, verify="off")
+    counted: list[str] = []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "c_call" and argument.__name__ in ("seed", "manual_seed"):
+            counted.append(argument.__name__)
+
+    batches = iter(loader)
+    first = [next(batches) for _ in range(3)]  # two of them show what the module draws from
+    sys.setprofile(note)
+    try:
+        rest = list(batches)
+    finally:
+        sys.setprofile(None)
+    assert counted == 47 * ["manual_seed"]
+    salt, generator = zlib.crc32(b"Erase.generator"), torch.Generator()
+    for place, numbers in enumerate(first + rest):
+        generator.manual_seed(derive_key(derive_key(7, 0, 0, place), salt))
+        assert numbers == torch.rand(2, generator=generator).tolist()
+
+
+class Seldom:
+    """Draws for some batches only, and changes each in place."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(self, batch: torch.Tensor) -> Any:
+        batch = batch[0] if isinstance(batch, list) else batch
+        number = int(batch.reshape(-1)[0])
+        self.calls.append(number)
+        batch += 100
+        if number % 10 == 8:
+            return batch.tolist(), random.random(), torch.rand(()).item()
+        if number % 10 == 6:
+            return batch.tolist(), midepoch.sample_generator().random()
+        return batch.tolist()
+
+
+SELDOM: dict[str, Callable[..., Loader]] = {
+    "by index": lambda **options: midepoch.wrap(DataLoader(sources.Indices(40), batch_size=2), seed=5, **options),
+    "by index, in workers": lambda **options: midepoch.wrap(
+        DataLoader(sources.Indices(40), batch_size=3, num_workers=2, shuffle=True), seed=5, **options
+    ),
+    "exposing its sampler": lambda **options: midepoch.wrap(
+        DataLoader(sources.Exposing(20), batch_size=2), seed=5, **options
+    ),
+    "replayed": lambda **options: midepoch.wrap(
+        lambda: (torch.tensor([number]) for number in range(9)), seed=5, **options
+    ),
+    "webdataset, with steps that have no batch": webdataset_dropping,
+}
+
+
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+@pytest.mark.parametrize("name", SELDOM)
+def test_a_function_that_draws_now_and_then_is_exact(name: str) -> None:
+    """Whichever batch a process begins with; and each batch is changed in place once."""
+    make = SELDOM[name]
+    with make(then=Seldom()) as loader:
+        states, batches = [loader.state_dict()], []
+        for batch in itertools.chain(loader, loader):
+            batches.append(batch)
+            states.append(loader.state_dict())
+    assert {type(batch) for batch in batches} == {tuple, list}  # some draw
+    for cut in range(0, len(batches), 4 if "workers" in name else 1):
+        with make(then=Seldom()) as loader:
+            loader.load_state_dict(states[cut])
+            rest = [*loader, *loader]
+            assert rest[: len(batches) - cut] == batches[cut : cut + len(rest)], cut
+
+
+def test_only_the_first_batch_that_draws_from_a_generator_is_read_again() -> None:
+    then = Seldom()
+    list(midepoch.wrap(DataLoader(sources.Indices(25), batch_size=5), then=then))
+    assert then.calls == [0, 5, 10, 15, 20]
+    then.calls.clear()
+    list(midepoch.wrap(DataLoader(sources.Indices(20), batch_size=2), then=then))
+    assert then.calls == [0, 2, 4, 6, 6, 8, 8, 10, 12, 14, 16, 18]
+
+
+class ByTurns:
+    """Draws from another generator with every tenth of the numbers that it is given, and fails once for each."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.draws: list[Callable[[], float]] = [random.random, np.random.rand, lambda: torch.rand(()).item()]
+
+    def __call__(self, batch: torch.Tensor) -> Any:
+        number = int(batch[0])
+        self.calls.append(number)
+        batch += 100
+        drawn = self.draws[number // 10 % 3]()
+        if number % 10 == 0 and drawn < 0.5:
+            raise KeyError(drawn)
+        return number, drawn
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_generators_that_a_function_has_not_used_are_spared_until_it_uses_them(first: int) -> None:
+    def make(then: ByTurns) -> Loader:
+        then.draws = then.draws[first:] + then.draws[:first]
+        return midepoch.wrap(DataLoader(sources.Indices(60), batch_size=2), seed=4, then=then, on_error="retry")
+
+    def read(loader: Loader) -> tuple[list[Any], list[Any]]:
+        seen, states = [], [loader.state_dict()]
+        batches = iter(loader)
+        while loader.epoch == 0:
+            try:
+                seen.append(next(batches))
+            except KeyError as error:
+                seen.append(error.args[0])
+                loader.seek(position=loader.position + 2)
+            states.append(loader.state_dict())
+        return seen, states
+
+    then = ByTurns()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = random.random(), np.random.rand(), torch.rand(()).item()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    with make(then) as loader:
+        seen, states = read(loader)
+    assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
+    assert len(seen) == 30 and {type(each) for each in seen} == {tuple, float}
+    again = sorted(number for number in set(then.calls) if then.calls.count(number) > 1)
+    assert again == [10, 20], "where it draws from another one"
+    for cut in range(31):
+        with make(ByTurns()) as loader:
+            loader.load_state_dict(states[cut])
+            assert read(loader)[0] == seen[cut:], cut
+
+
+def test_an_error_by_chance_is_the_same_after_a_resume() -> None:
+    def make() -> Loader:
+        return midepoch.wrap(list(range(60)), seed=2, then=fails_by_chance)
+
+    def until_it_fails(loader: Loader) -> int:
+        batches = iter(loader)
+        with pytest.raises(KeyError):
+            for _ in batches:
+                pass
+        return loader.position
+
+    loader = make()
+    place = until_it_fails(loader)
+    assert place > 4
+    for start in (0, 3, place):
+        loader = make()
+        loader.seek(position=start)
+        assert until_it_fails(loader) == place
+
+
+def fails_by_chance(batch: int) -> int:
+    if batch % 4 == 2 and random.random() < 0.2:
+        raise KeyError(batch)
+    return batch
+
+
+def test_a_function_that_keeps_its_numbers_is_told() -> None:
+    kept: list[float] = []
+
+    def then(batch: int) -> int:
+        if batch == 3 and not kept:
+            kept.append(random.random())
+        return batch
+
+    with pytest.warns(MidepochWarning, match="none when it was called for the same batch again"):
+        assert list(midepoch.wrap(list(range(6)), then=then)) == list(range(6))
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """Fails for the same batch, as often as it is told to."""
+
+    def __init__(self, at: int, times: int = 1) -> None:
+        self.at, self.times = at, times
+
+    def __call__(self, batch: int) -> Any:
+        if batch == self.at and self.times:
+            self.times -= 1
+            raise ZeroDivisionError(batch)
+        return batch, random.random()
+
+
+def test_an_error_is_raised_where_its_batch_is_asked_for() -> None:
+    def make(then: Any) -> Loader:
+        return midepoch.wrap(list(range(9)), seed=1, then=then, on_error="retry")
+
+    whole = list(make(Failing(-1)))
+    loader = make(Failing(5))
+    batches = iter(loader)
+    assert [next(batches) for _ in range(5)] == whole[:5]
+    state = loader.state_dict()
+    with pytest.raises(ZeroDivisionError):
+        next(batches)
+    assert loader.position == 5
+    assert loader.state_dict() == state
+    fresh = make(Failing(-1))
+    fresh.load_state_dict(loader.state_dict())
+    assert list(fresh) == whole[5:]
+    assert list(batches) == whole[5:]
+
+
+def test_an_error_of_the_source_is_raised_where_its_batch_is_asked_for(tmp_path: Path) -> None:
+    dataset = sources.Failing(24, [9], tmp_path)
+    loader = midepoch.wrap(DataLoader(dataset, batch_size=4), then=sources.plain, on_error="retry")
+    batches = iter(loader)
+    assert len([next(batches) for _ in range(2)]) == 2
+    with pytest.raises(RuntimeError, match="sample 9 cannot be read"):
+        next(batches)
+    assert (loader.position, loader.batches_done) == (8, 2)
+    dataset.failing = frozenset()
+    assert len(list(batches)) == 4
+
+
+def test_a_source_with_a_state_of_its_own_does_not_pass_over_a_batch() -> None:
+    """It has moved past a batch for which the function fails. What is not known is refused."""
+    loader = midepoch.wrap(sources.Counter(8), then=Failing(3), on_error="retry")
+    batches = iter(loader)
+    with pytest.raises(ZeroDivisionError):
+        for _ in range(8):
+            next(batches)
+    assert loader.position == 3
+    with pytest.raises(StateError, match="already past it"):
+        loader.state_dict()
+
+
+def test_a_stop_iteration_does_not_end_the_epoch() -> None:
+    def then(batch: int) -> int:
+        return next(iter(())) if batch == 2 else batch
+
+    for source in ([0, 1, 2, 3], lambda: iter(range(4))):
+        with pytest.raises(SourceError, match="then= raised StopIteration"):
+            list(midepoch.wrap(source, then=then))
+
+
+def test_an_interrupt_in_it_passes_over_no_batch() -> None:
+    interrupts = [3]
+
+    def then(batch: int) -> int:
+        if batch in interrupts:
+            interrupts.clear()
+            raise KeyboardInterrupt
+        return batch
+
+    loader = midepoch.wrap(list(range(6)), then=then)
+    batches = iter(loader)
+    assert [next(batches) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert loader.position == 3
+    assert list(batches) == [3, 4, 5]
+
+
+# --- what else a loader does -----------------------------------------------------------------------------------------
+
+
+def test_capabilities_say_what_holds() -> None:
+    exact = midepoch.wrap(sources.noisy_loader(), then=drawing).capabilities.exact_augmentations
+    assert exact
+    assert "numbers drawn in then= are the batch's: exact on the same split" in exact.reason
+    assert midepoch.wrap([1], then=drawing).capabilities.exact_augmentations
+    owner = functools.partial(drawing, random.SystemRandom())
+    answer = midepoch.wrap([1], then=owner).capabilities.exact_augmentations
+    assert not answer
+    assert "SystemRandom" in answer.reason
+
+
+def test_copies_and_pickles() -> None:
+    loader, plain = (midepoch.wrap(sources.noisy_loader(), seed=1, then=drawing) for _ in range(2))
+    whole, following = list(plain), list(plain)
+    batches = iter(loader)
+    assert [next(batches) for _ in range(2)] == whole[:2]
+    twin, other = copy.copy(loader), pickle.loads(pickle.dumps(loader))
+    assert twin.state_dict() == other.state_dict() == loader.state_dict()
+    assert next(batches) == whole[2]
+    assert list(twin) == list(other) == following  # each pass that did not begin with a load is a new epoch
+    assert list(batches) == whole[3:]
+
+
+def test_parts_of_a_combination() -> None:
+    def make() -> Loader:
+        parts = {
+            "a": midepoch.wrap(sources.noisy_loader(), seed=1, then=drawing),
+            "b": midepoch.wrap(list(range(4)), seed=1, then=drawing),
+            "own": midepoch.wrap(sources.Counter(5), seed=2, then=drawing, remember=1),
+        }
+        return midepoch.combine(parts, mode="max_size_cycle")
+
+    loader = make()
+    states, batches = [loader.state_dict()], []
+    for batch in itertools.chain(loader, loader):
+        batches.append(batch)
+        states.append(loader.state_dict())
+    for cut in range(len(states) - 1):
+        loader = make()
+        loader.load_state_dict(states[cut])
+        rest = [*loader, *loader]
+        assert rest[: len(batches) - cut] == batches[cut : cut + len(rest)], cut
+
+
+def test_the_state_is_as_large_as_without() -> None:
+    with_then, without = (midepoch.wrap([1, 2, 3], then=then) for then in (drawing, None))
+    for loader in (with_then, without):
+        next(iter(loader))
+    assert with_then.state_dict() == without.state_dict()
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------
+
+
+class Counter:
+    """A generator that counts, as those of CUDA do. It stands for one, because this test runs where there is none."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.offset = seed, 0
+
+    def initial_seed(self) -> int:
+        return self.seed
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def set_offset(self, offset: int) -> None:
+        self.offset = offset
+
+    def manual_seed(self, seed: int) -> None:
+        self.seed, self.offset = seed, 0
+
+    def draw(self) -> float:
+        self.offset += 4
+        return random.Random(f"{self.seed} {self.offset}").random()
+
+
+def test_generators_of_devices_are_lent_as_the_others() -> None:
+    devices: list[Counter] = []
+    ours = DeviceGenerators(lambda: tuple(devices))
+    ours.take_over(5)
+    assert not ours.used()
+    devices += [Counter(1), Counter(2)]  # the function uses a device for the first time
+    assert not ours.used()
+    ours.restore()
+    assert not ours.late
+    ours.take_over(5)
+    devices.append(Counter(3))
+    assert not ours.used()
+    devices[2].draw()
+    assert ours.used()
+    ours.restore()
+    assert ours.late, "one was used that was not taken over"
+    assert [each.offset for each in devices] == [0, 0, 0]
+    devices[1].draw()
+    before = [(each.seed, each.offset) for each in devices]
+    ours.take_over(5)
+    assert [(each.seed, each.offset) for each in devices] == [(5, 0)] * 3, "at rest"
+    assert not ours.used()
+    ours.seed(77)
+    assert not ours.used()
+    assert len({each.draw() for each in devices}) == 1  # a rank may go on on another device
+    assert ours.used()
+    ours.restore()
+    assert not ours.late
+    assert [(each.seed, each.offset) for each in devices] == before
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+class OnDevice(torch.nn.Module):
+    """Takes a batch to the device, and draws there from the global generator and from one of its own."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device, self.generator = device, torch.Generator(device).manual_seed(3)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        batch = batch.to(self.device, non_blocking=True)
+        noise = torch.rand(len(batch), device=self.device)
+        return torch.stack([batch, noise, torch.rand(len(batch), device=self.device, generator=self.generator)])
+
+
+def check_on(device: str) -> None:
+    def make() -> Loader:
+        loader = DataLoader(sources.Indices(40), batch_size=4, shuffle=True)
+        return midepoch.wrap(loader, seed=1, then=OnDevice(device))
+
+    whole = [batch.tolist() for batch in make()]
+    assert len({number for batch in whole for number in batch[1]}) > 30
+    for cut in (0, 3, 9):
+        loader = make()
+        torch.manual_seed(cut)  # of all devices
+        before = torch.rand(1, device=device)
+        torch.manual_seed(cut)
+        head = [batch.tolist() for batch in itertools.islice(loader, cut)]
+        assert torch.equal(torch.rand(1, device=device), before)
+        resumed = make()
+        resumed.load_state_dict(loader.state_dict())
+        assert head + [batch.tolist() for batch in resumed] == whole
+
+
+def test_work_on_the_cpu_as_a_device() -> None:
+    check_on("cpu")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_work_on_a_gpu() -> None:
+    check_on("cuda")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_function_that_only_moves_batches_to_a_gpu_is_not_seeded() -> None:
+    loader = midepoch.wrap([torch.ones(3)] * 50, then=lambda batch: batch.to("cuda", non_blocking=True))
+    list(loader)
+    assert [seeded(loader) for _ in range(2)] == [1, 0]
+
+
+# --- functions that keep something, tried on a copy -------------------------------------------------------------------
+
+
+class Counting:
+    """Counts its calls, and gives what it is told to."""
+
+    def __init__(self, give: Callable[[Any, int], Any]) -> None:
+        self.give, self.calls = give, 0
+
+    def __call__(self, batch: Any) -> Any:
+        self.calls += 1
+        return self.give(batch, self.calls)
+
+
+class Blending(torch.nn.Module):
+    """Mixes with the batch before."""
+
+    before: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("before", None)
+
+    def forward(self, batch: Any) -> Any:
+        before, self.before = self.before, batch
+        return batch if before is None else batch + before[: len(batch)]
+
+
+class RunningStatistics(torch.nn.Module):
+    """Normalizes by what it has seen so far, with the running numbers or with those of the batch."""
+
+    def __init__(self, of_the_batch: bool) -> None:
+        super().__init__()
+        self.norm, self.of_the_batch = torch.nn.BatchNorm1d(1), of_the_batch
+
+    @torch.no_grad()
+    def forward(self, batch: Any) -> Any:
+        rows = batch.reshape(-1, 1).float()
+        result = self.norm.train()(rows)
+        return result if self.of_the_batch else self.norm.eval()(rows)
+
+
+def worked(function: Any, **settings: Any) -> Loader:
+    data: Any = torch.arange(24)
+    return midepoch.wrap(DataLoader(data, 4, shuffle=True), seed=3, then=function, **settings)
+
+
+def times_calls(batch: Any, calls: int) -> Any:
+    return batch * calls
+
+
+def of_the_system(batch: Any, calls: int) -> Any:
+    return batch + np.random.default_rng().random()
+
+
+def in_place(batch: Any, calls: int) -> Any:
+    return batch.mul_(2)
+
+
+def as_it_is(batch: Any, calls: int) -> Any:
+    return batch
+
+
+def pass_on(open_file: Any, batch: Any) -> Any:
+    return batch
+
+
+KEEPING: dict[str, Callable[[], Any]] = {
+    "a count": lambda: Counting(times_calls),
+    "the batch before": Blending,
+    "running statistics": lambda: RunningStatistics(False),
+    "a generator of the system's": lambda: Counting(of_the_system),
+}
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_a_function_that_keeps_something_is_told_once(kind: str) -> None:
+    loader = worked(KEEPING[kind]())
+    assert loader.capabilities.exact_augmentations
+    with pytest.warns(MidepochWarning, match=r"two calls of then= for the same batch differ") as told:
+        next(iter(loader))
+        next(iter(loader))
+    assert len([each for each in told if "two calls" in str(each.message)]) == 1
+    assert not loader.capabilities.exact_augmentations and loader.capabilities.exact_order
+    assert "two calls" in loader.capabilities.exact_augmentations.reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(worked(KEEPING[kind](), verify="off"))
+
+
+QUIET: dict[str, Callable[[], Any]] = {
+    "draws": lambda: then_sources.Work(),
+    "in place": lambda: Counting(in_place),
+    "batch normalization": lambda: RunningStatistics(True),
+    "counts only": lambda: Counting(as_it_is),
+}
+
+
+@pytest.mark.parametrize("kind", QUIET)
+def test_trying_a_function_is_no_alarm_and_changes_nothing(kind: str) -> None:
+    functions = QUIET[kind](), QUIET[kind]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tried = worked(functions[0])
+        batches = [list(tried), list(tried)]
+        assert tried.capabilities.exact_augmentations and not tried.capabilities.exact_augmentations.believed
+        untried = worked(functions[1], verify="off")
+        assert repr([list(untried), list(untried)]) == repr(batches)
+    one, other = functions
+    if isinstance(one, Counting):
+        assert one.calls == other.calls == 12
+    if isinstance(one, RunningStatistics):
+        assert one.norm.running_mean is not None
+        assert torch.equal(one.norm.running_mean, other.norm.running_mean)
+
+
+@pytest.mark.parametrize(("function", "why"), [
+    (lambda batch: 2 * batch, "a function cannot be copied"),
+    (functools.partial(pass_on, sys.stdout), "it cannot be pickled"),
+])  # fmt: skip
+def test_a_function_that_cannot_be_tried_is_believed(function: Any, why: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = worked(function)
+        next(iter(loader))
+    told = loader.capabilities.exact_augmentations
+    assert told.holds and told.believed and re.search(f"then= was not tried: .*({why})", told.reason)

@@ -1,0 +1,741 @@
+"""Orders are pinned, exact, uniform, and cheap at any size."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import pickle
+import tracemalloc
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from midepoch.order import MAXIMUM_SIZE, EpochOrder, Order, Sequential, Shuffled, Windowed, permutations
+from midepoch.order.keys import derive_key, extend_key, mix
+
+Indices = npt.NDArray[np.int64]
+
+CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
+MASK = (1 << 64) - 1
+HUGE = [10**9, 10**12, MAXIMUM_SIZE]
+
+
+def checksum(indices: Indices) -> int:
+    return zlib.crc32(indices.astype("<i8").tobytes())
+
+
+def assert_plausible(p_value: float) -> None:
+    """Every statistical test here runs on fixed seeds, so it gives the same p-value each time.
+
+    Close to 1 is as suspicious as close to 0: values spread more evenly than chance does.
+    """
+    assert 1e-4 < p_value < 1 - 1e-4, p_value
+
+
+def uniformity(counts: npt.NDArray[np.int64], expected: npt.NDArray[np.float64] | None = None) -> float:
+    """p-value of counts against their expectations, equal ones if not given."""
+    return float(stats.chisquare(counts.ravel(), None if expected is None else expected.ravel())[1])
+
+
+def assert_uniform(counts: npt.NDArray[np.int64], expected: npt.NDArray[np.float64] | None = None) -> None:
+    assert_plausible(uniformity(counts, expected))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Pinned: a failure here means that positions saved by earlier versions have lost their meaning.
+
+SMALL_GOLDEN = [
+    (1, 0, 0, [0]),
+    (5, 0, 0, [3, 0, 2, 4, 1]),
+    (5, 0, 1, [0, 4, 3, 2, 1]),
+    (5, 1, 0, [3, 1, 2, 4, 0]),
+    (5, MASK, 7, [0, 3, 1, 4, 2]),
+]
+
+# Size, seed, epoch, the first four indices, CRC32 of up to 10000 indices (little-endian int64) from 90 % on.
+GOLDEN = [
+    (1000, 0, 0, [250, 608, 478, 842], 0x658DC844),
+    (1000, 123456789, 3, [288, 177, 95, 58], 0x1A1EEEAC),
+    (65536, 0, 0, [53752, 14461, 55493, 50281], 0x215E9D8D),
+    (65536, 123456789, 3, [13463, 49736, 52010, 61597], 0xC970C134),
+    (65537, 0, 0, [7537, 40513, 20950, 11088], 0xCE7651CB),
+    (65537, 123456789, 3, [47474, 62564, 39183, 44067], 0x040E746C),
+    (10**6, 0, 0, [559499, 28705, 63947, 969945], 0xA4862933),
+    (10**6, 123456789, 3, [860015, 774556, 175380, 839539], 0xE9F2D0E5),
+    (10**9, 0, 0, [867972898, 428372809, 168304384, 574275293], 0x2AE326B2),
+    (10**9, 123456789, 3, [676723667, 428470130, 688406616, 450572998], 0x2C04C866),
+    (10**12, 0, 0, [928804739513, 201770413559, 84054747023, 866678395061], 0x1A19D1C9),
+    (10**12, 123456789, 3, [550794923404, 559302064946, 663392865428, 130578768123], 0xA17408EC),
+    (10**15, 0, 0, [285797815205884, 987037953541974, 383046678550773, 83658403592144], 0x363B5A18),
+    (10**15, 123456789, 3, [371418541502377, 54094449465006, 942442197108672, 806848073591355], 0x845E1E8F),
+]
+
+WINDOWED_GOLDEN = [
+    (Windowed(10, 3, 2), [7, 8, 0, 6], 0x7A6DC442),
+    (Windowed(100, 10, 4), [29, 53, 52, 50], 0x2B6C9882),
+    (Windowed(65537, 1, 2), [13919, 5814, 7716, 47128], 0xB6D02D99),
+    (Windowed(10**6 + 7, 1024, 16), [662460, 277699, 631249, 380611], 0x611B899C),
+    (Windowed(10**7, 10**6, 4), [1108563, 1559931, 1136189, 351203], 0xAB5C8BF3),
+    (Windowed(10**12, 1024, 16), [441230488700, 606854154116, 601047408893, 606854154160], 0x52E88B68),
+    (Windowed(12, (3, 0, 4, 5), 2), [1, 3, 2, 0], 0xA92F7BC3),
+    (Windowed(70100, (70000, 30, 70), 1), [33952, 25528, 1247, 36907], 0x0E21210C),
+]
+
+
+@pytest.mark.parametrize(("size", "seed", "epoch", "expected"), SMALL_GOLDEN)
+def test_golden_whole_epochs(size: int, seed: int, epoch: int, expected: list[int]) -> None:
+    assert Shuffled(size).epoch(seed, epoch)[:].tolist() == expected
+
+
+def test_golden_size_two() -> None:
+    firsts = "".join(str(int(Shuffled(2).epoch(seed, epoch)[0:1][0])) for seed in range(4) for epoch in range(8))
+    assert firsts == "00100000011110101110111001010010"
+
+
+@pytest.mark.parametrize(("size", "seed", "epoch", "head", "crc"), GOLDEN)
+def test_golden_shuffled(size: int, seed: int, epoch: int, head: list[int], crc: int) -> None:
+    shuffled = Shuffled(size).epoch(seed, epoch)
+    start = size * 9 // 10
+    assert shuffled[:4].tolist() == head
+    assert checksum(shuffled[start : min(size, start + 10000)]) == crc
+
+
+@pytest.mark.parametrize(("order", "head", "crc"), WINDOWED_GOLDEN)
+def test_golden_windowed(order: Windowed, head: list[int], crc: int) -> None:
+    windowed = order.epoch(5, 2)
+    start = order.size * 9 // 10
+    assert windowed[:4].tolist() == head
+    assert checksum(windowed[start : min(order.size, start + 10000)]) == crc
+
+
+def test_descriptions_are_pinned() -> None:
+    assert Sequential(5).describe() == "sequential"
+    assert Shuffled(5).describe() == "shuffled"
+    assert Windowed(10**12, 1024, 16).describe() == "windowed(block=1024,window=16)"
+    assert Windowed(12, (3, 0, 4, 5), 2).describe() == "windowed(blocks=4:4cc41ff1,window=2)"
+    assert Windowed(12, (3, 0, 5, 4), 2).describe() != Windowed(12, (3, 0, 4, 5), 2).describe()
+
+
+# ----------------------------------------------------------------------------------------------------
+# The same again in plain Python integers: what the golden vectors pin is what is described.
+
+
+def reference_keys(key: int, positions: range) -> list[int]:
+    return [mix(key + (position + 1) * 0x9E3779B97F4A7C15) for position in positions]
+
+
+def reference_sorted(key: int, size: int) -> list[int]:
+    keys = reference_keys(key, range(size))
+    return sorted(range(size), key=lambda offset: (keys[offset] >> 16, offset))
+
+
+class ReferenceFeistel:
+    def __init__(self, size: int, key: int, rounds: int = 8) -> None:
+        self.size = size
+        self.bits = (size - 1).bit_length() // 2
+        self.rows = math.ceil(size / (1 << self.bits))
+        words = reference_keys(key, range(2 * rounds))
+        self.rounds = [
+            (multiplier | 1, summand) for multiplier, summand in zip(words[:rounds], words[rounds:], strict=True)
+        ]
+
+    def hash(self, i: int, word: int) -> int:
+        multiplier, summand = self.rounds[i]
+        word = (word * multiplier + summand) & MASK
+        return ((word ^ (word >> 32)) * 0xD6E8FEB86659FD93) & MASK
+
+    def row_shift(self, i: int, low: int) -> int:
+        return ((self.hash(i, low) >> 26) * self.rows) >> 38
+
+    def forward(self, value: int) -> int:
+        high, low = value >> self.bits, value & ((1 << self.bits) - 1)
+        for i in range(len(self.rounds)):
+            if i % 2 == 0:
+                high = (high + self.row_shift(i, low)) % self.rows
+            else:
+                low ^= self.hash(i, high) >> (64 - self.bits)
+        return (high << self.bits) | low
+
+    def backward(self, value: int) -> int:
+        high, low = value >> self.bits, value & ((1 << self.bits) - 1)
+        for i in reversed(range(len(self.rounds))):
+            if i % 2 == 0:
+                high = (high - self.row_shift(i, low)) % self.rows
+            else:
+                low ^= self.hash(i, high) >> (64 - self.bits)
+        return (high << self.bits) | low
+
+    def walk(self, value: int, step: Callable[[int], int]) -> int:
+        value = step(value)
+        while value >= self.size:
+            value = step(value)
+        return value
+
+
+def reference_permutation(size: int, key: int) -> list[int]:
+    if size <= 65536:
+        return reference_sorted(key, size)
+    feistel = ReferenceFeistel(size, key)
+    return [feistel.walk(position, feistel.forward) for position in range(size)]
+
+
+def reference_windowed(order: Windowed, seed: int, epoch: int) -> list[int]:
+    """Lists the blocks, then shuffles lists."""
+    key = derive_key(int.from_bytes(b"windowed", "big"), seed, epoch, order.size)
+    if isinstance(order.block_size, int):
+        bounds = [*range(0, order.size, order.block_size), order.size]
+    else:
+        bounds = [0, *itertools.accumulate(order.block_size)]
+    blocks = [list(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
+    blocks = [blocks[i] for i in reference_permutation(len(blocks), extend_key(key, 0))]
+    half = max(1, order.window // 2)
+    cuts = [0]
+    for first in range(0, len(blocks), half):
+        cuts.append(cuts[-1] + sum(len(block) for block in blocks[first : first + half]))
+    samples = shuffled_within(cuts, list(itertools.chain(*blocks)), extend_key(key, 1))
+    if order.window == 1:
+        return samples
+    middles = [(start + stop) // 2 for start, stop in itertools.pairwise(cuts)]
+    return shuffled_within([0, *middles, cuts[-1]], samples, extend_key(key, 2))
+
+
+def shuffled_within(cuts: list[int], samples: list[int], key: int) -> list[int]:
+    result = []
+    for window, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        offsets = reference_permutation(stop - start, reference_keys(key, range(window, window + 1))[0])
+        result += [samples[start + offset] for offset in offsets]
+    return result
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 7, 1000, 65536, 65537, 70001])
+def test_shuffled_is_the_reference(size: int) -> None:
+    key = derive_key(int.from_bytes(b"shuffled", "big"), 9, 4, size)
+    assert Shuffled(size).epoch(9, 4)[:].tolist() == reference_permutation(size, key)
+
+
+@pytest.mark.parametrize("size", HUGE)
+def test_huge_shuffled_is_the_reference_and_its_inverse_leads_back(size: int) -> None:
+    reference = ReferenceFeistel(size, derive_key(int.from_bytes(b"shuffled", "big"), 9, 4, size))
+    shuffled = Shuffled(size).epoch(9, 4)
+    for start in (0, size // 3, size - 500):
+        for position, index in enumerate(shuffled[start : start + 500].tolist(), start):
+            assert reference.walk(position, reference.forward) == index
+            assert reference.walk(index, reference.backward) == position
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        Windowed(1, 1, 1),
+        Windowed(10, 3, 2),
+        Windowed(103, 10, 1),
+        Windowed(103, 10, 5),
+        Windowed(103, 10**30, 5),
+        Windowed(5000, 1, 2),
+        Windowed(5003, 16, 10**20),
+        Windowed(200007, 40000, 4),
+        Windowed(50, (0, 0, 20, 0, 1, 29, 0), 2),
+        Windowed(75000, (1,) * 4000 + (70000,) + (10,) * 100, 6),
+    ],
+    ids=lambda order: order.describe(),
+)
+def test_windowed_is_the_reference(order: Windowed) -> None:
+    windowed = order.epoch(9, 4)
+    expected = reference_windowed(order, 9, 4)
+    assert windowed[:].tolist() == expected
+    batches = [windowed[start : min(start + 32, order.size)] for start in range(0, order.size, 32)]
+    assert np.concatenate(batches).tolist() == expected
+
+
+# ----------------------------------------------------------------------------------------------------
+# Exact: every sample once, however the epoch is cut.
+
+
+def assert_every_sample_once(order: Order, seed: int, epoch: int) -> None:
+    indices = order.epoch(seed, epoch)[:]
+    assert indices.dtype == np.int64
+    assert indices.shape == (order.size,)
+    assert np.array_equal(np.sort(indices), np.arange(order.size))
+
+
+SEEDS = st.integers(-(2**70), 2**70)
+EPOCHS = st.integers(0, 2**40)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.one_of(st.integers(0, 300), st.integers(65000, 67000), st.integers(0, 400_000)), SEEDS, EPOCHS)
+def test_shuffled_has_every_sample_once(size: int, seed: int, epoch: int) -> None:
+    assert_every_sample_once(Shuffled(size), seed, epoch)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.integers(0, 20_000), st.integers(1, 3000), st.integers(1, 40), SEEDS, EPOCHS)
+def test_windowed_has_every_sample_once(size: int, block_size: int, window: int, seed: int, epoch: int) -> None:
+    assert_every_sample_once(Windowed(size, block_size, window), seed, epoch)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 200), max_size=60), st.integers(1, 40), SEEDS, EPOCHS)
+def test_windowed_over_variable_blocks_has_every_sample_once(
+    sizes: list[int], window: int, seed: int, epoch: int
+) -> None:
+    assert_every_sample_once(Windowed(sum(sizes), tuple(sizes), window), seed, epoch)
+
+
+@pytest.mark.parametrize("order", [Windowed(300_007, 1000, 16), Windowed(1_500_007, 100_000, 4)])
+def test_long_windows_have_every_sample_once(order: Windowed) -> None:
+    assert_every_sample_once(order, 3, 1)
+
+
+ANY_SIZE = st.integers(1, 10**15)
+
+
+@settings(max_examples=1000 if CHAOS else 60, deadline=None, derandomize=True)
+@given(ANY_SIZE, st.floats(0, 1), SEEDS, EPOCHS)
+def test_shuffled_is_a_bijection_of_any_size(size: int, place: float, seed: int, epoch: int) -> None:
+    """An inverse leads from any index back to its position, so no index has two, and what is in range has all."""
+    start = min(int(place * size), size - 1)
+    shuffled = Shuffled(size).epoch(seed, epoch)
+    indices = shuffled[start : min(start + 100, size)].tolist()
+    assert len(indices) == min(100, size - start)
+    if size <= 65536:
+        assert sorted(shuffled[:].tolist()) == list(range(size))
+        return
+    reference = ReferenceFeistel(size, derive_key(int.from_bytes(b"shuffled", "big"), seed, epoch, size))
+    for position, index in enumerate(indices, start):
+        assert 0 <= index < size
+        assert reference.walk(index, reference.backward) == position
+
+
+@settings(max_examples=1000 if CHAOS else 60, deadline=None, derandomize=True)
+@given(ANY_SIZE, st.integers(1, 10**6), st.integers(1, 1000), st.floats(0, 1), SEEDS)
+def test_windowed_repeats_nothing_at_any_size(
+    size: int, block_size: int, window: int, place: float, seed: int
+) -> None:
+    start = min(int(place * size), size - 1)
+    indices = Windowed(size, block_size, window).epoch(seed, 0)[start : min(start + 500, size)]
+    assert indices.min() >= 0 and indices.max() < size
+    assert np.unique(indices).size == indices.size == min(500, size - start)
+
+
+def test_sequential() -> None:
+    epoch = Sequential(10**15).epoch(3, 5)
+    assert len(epoch) == 10**15
+    assert epoch[10**15 - 3 :].tolist() == [10**15 - 3, 10**15 - 2, 10**15 - 1]
+    assert epoch[4:4].tolist() == []
+
+
+CUT_ORDERS: list[Order] = [
+    Sequential(100_003),
+    Shuffled(50_000),
+    Shuffled(100_003),
+    Windowed(100_003, 100, 8),
+    Windowed(100_003, 1, 2),
+    Windowed(200_003, 50_000, 4),
+    Windowed(100_003, (3,) + (0, 1000) * 100, 6),
+]
+CUT_IDS = [order.describe() + f" of {order.size}" for order in CUT_ORDERS]
+
+
+@pytest.mark.parametrize("order", CUT_ORDERS, ids=CUT_IDS)
+def test_slices_agree_however_they_are_cut(order: Order) -> None:
+    whole = order.epoch(1, 2)[:]
+    random = np.random.default_rng(0)
+    shared = order.epoch(1, 2)
+    for length in (0, 1, 7, 32, 500, 9000):
+        for start in random.integers(0, order.size - length, 20).tolist():
+            assert np.array_equal(shared[start : start + length], whole[start : start + length])
+            assert np.array_equal(order.epoch(1, 2)[start : start + length], whole[start : start + length])
+    cuts = np.cumsum(random.integers(0, 100, 900))
+    for start, stop in itertools.pairwise(cuts.tolist()):
+        assert np.array_equal(shared[start:stop], whole[start:stop])
+
+
+@pytest.mark.parametrize("order", CUT_ORDERS, ids=CUT_IDS)
+@pytest.mark.parametrize("stride", [32, 33, 256, 10_000, 70_000])
+def test_the_part_of_a_rank_agrees_with_the_whole(order: Order, stride: int) -> None:
+    whole = order.epoch(1, 2)[:]
+    epoch = order.epoch(1, 2)
+    for start in range(stride // 3, order.size - 32, stride):
+        assert np.array_equal(epoch[start : start + 32], whole[start : start + 32]), start
+    # The last global batch is a smaller one; then another epoch's reader starts over.
+    assert np.array_equal(epoch[order.size - 5 :], whole[order.size - 5 :])
+    assert np.array_equal(epoch[0:32], whole[0:32])
+
+
+@pytest.mark.parametrize("order", CUT_ORDERS, ids=CUT_IDS)
+def test_an_epoch_cannot_be_changed_through_what_it_returns(order: Order) -> None:
+    epoch = order.epoch(1, 2)
+    before = epoch[0:64].tolist()
+    returned = epoch[0:32]
+    if returned.flags.writeable:
+        returned += 1
+    assert epoch[0:64].tolist() == before
+
+
+@pytest.mark.parametrize("order", CUT_ORDERS, ids=CUT_IDS)
+def test_orders_and_their_epochs_can_be_pickled(order: Order) -> None:
+    epoch = order.epoch(1, 2)
+    expected = epoch[100:132].tolist()
+    assert pickle.loads(pickle.dumps(epoch))[100:132].tolist() == expected
+    assert pickle.loads(pickle.dumps(order)) == order
+    assert len(pickle.dumps(order.epoch(1, 2))) < 2000
+
+
+def test_seeds_are_taken_modulo_two_to_the_64() -> None:
+    for make in (Shuffled, lambda size: Windowed(size, 10, 4)):
+        order = make(1000)
+        assert order.epoch(-1, 0)[:].tolist() == order.epoch(MASK, 0)[:].tolist()
+        assert order.epoch(-1, 0)[:].tolist() != order.epoch(0, 0)[:].tolist()
+        assert order.epoch(0, 0)[:].tolist() != order.epoch(0, 1)[:].tolist()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Uniform
+
+
+def count_permutations(size: int, epochs: Sequence[EpochOrder]) -> npt.NDArray[np.int64]:
+    numbers = {permutation: i for i, permutation in enumerate(itertools.permutations(range(size)))}
+    counts = np.zeros(len(numbers), dtype=np.int64)
+    for epoch in epochs:
+        counts[numbers[tuple(epoch[:].tolist())]] += 1
+    return counts
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
+def test_all_permutations_are_equally_frequent(size: int) -> None:
+    trials = 20 * math.factorial(size) + 4000
+    order = Shuffled(size)
+    assert_uniform(count_permutations(size, [order.epoch(seed, 0) for seed in range(trials)]))
+    assert_uniform(count_permutations(size, [order.epoch(0, epoch) for epoch in range(trials)]))
+
+
+def test_all_permutations_are_equally_frequent_in_a_window_over_everything() -> None:
+    order = Windowed(4, 1, 100)
+    assert_uniform(count_permutations(4, [order.epoch(seed, 0) for seed in range(3000)]))
+
+
+LARGE = [1000, 65536, 65537, 100_003, 2**17, 10**6, 10**9, 10**12]
+
+
+def bins(indices: Indices, size: int, count: int) -> Indices:
+    """The bin of each index: ``count`` bins whose sizes differ by one at most."""
+    return np.asarray((indices.astype(np.float64) / size * count).astype(np.int64))
+
+
+@pytest.mark.parametrize("size", LARGE)
+def test_every_position_holds_every_value_equally_often(size: int) -> None:
+    """Over many seeds, a table of positions (bins, and each of the first and last) against values (bins)."""
+    tables = np.zeros((3, 16, 64), dtype=np.int64)
+    for seed in range(400):
+        epoch = Shuffled(size).epoch(seed, 0)
+        for i in range(16):
+            start = size * i // 16
+            tables[0, i] += np.bincount(bins(epoch[start : start + 32], size, 64), minlength=64)
+        for table, ends in ((tables[1], epoch[:16]), (tables[2], epoch[size - 16 :])):
+            np.add.at(table, (np.arange(16), bins(ends, size, 64)), 1)
+    shares = np.diff(np.ceil(np.arange(65) * size / 64)) / size
+    for table in tables:
+        assert_uniform(table, table.sum(axis=1, keepdims=True) * shares)
+
+
+@pytest.mark.parametrize("size", [size for size in LARGE if size > 1000])
+def test_low_digits_are_uniform(size: int) -> None:
+    for modulus in (2, 16, 27):
+        counts = np.zeros(modulus, dtype=np.int64)
+        for seed in range(200):
+            counts += np.bincount(Shuffled(size).epoch(seed, 1)[1000:2000] % modulus, minlength=modulus)
+        shares = np.bincount(np.arange(size % modulus), minlength=modulus) + size // modulus
+        assert_uniform(counts, counts.sum() * shares / size)
+
+
+def assert_unrelated(first: Indices, second: Indices, size: int) -> None:
+    """Two long series of indices: no linear correlation, and tables of bins as of unrelated ones."""
+    assert_plausible(float(stats.pearsonr(first, second)[1]))
+    table = np.zeros((16, 16), dtype=np.int64)
+    np.add.at(table, (bins(first, size, 16), bins(second, size, 16)), 1)
+    assert_plausible(float(stats.chi2_contingency(table)[1]))
+    distances = bins((second - first) % size, size, 64)
+    assert_uniform(np.bincount(distances, minlength=64))
+
+
+@pytest.mark.parametrize("size", [65537, 100_003, 10**6, 10**9, 10**12])
+def test_neighbours_epochs_and_seeds_are_unrelated(size: int) -> None:
+    order = Shuffled(size)
+    length = 50_000
+    first: dict[str, list[Indices]] = {}
+    second: dict[str, list[Indices]] = {}
+    for seed in range(12):
+        head = order.epoch(seed, 0)[:length]
+        for distance in (1, 2, 32, 256, 512, 1024):
+            first.setdefault(f"distance {distance}", []).append(head[:-distance])
+            second.setdefault(f"distance {distance}", []).append(head[distance:])
+        others = {"next epoch": (seed, 1), "next seed": (seed + 1, 0), "another seed": (seed ^ 2**40, 0)}
+        for name, (other_seed, other_epoch) in others.items():
+            first.setdefault(name, []).append(head)
+            second.setdefault(name, []).append(order.epoch(other_seed, other_epoch)[:length])
+    for name in first:
+        assert_unrelated(np.concatenate(first[name]), np.concatenate(second[name]), size)
+
+
+def pair_statistic(size: int, distance: int, seeds: int) -> float:
+    """p-value of the distances between the samples at positions ``p`` and ``p + distance``, over all p."""
+    counts = np.zeros(64, dtype=np.int64)
+    for seed in range(seeds):
+        indices = Shuffled(size).epoch(seed, 0)[:]
+        counts += np.bincount(bins((indices[distance:] - indices[:-distance]) % size, size, 64), minlength=64)
+    # A distance of 0 cannot occur; the bins' sizes differ by one at most.
+    sizes = np.diff(np.ceil(np.arange(65) * size / 64))
+    sizes[0] -= 1
+    return float(stats.chisquare(counts, counts.sum() * sizes / sizes.sum())[1])
+
+
+@pytest.mark.parametrize("rounds", [4, 8])
+def test_the_rounds_of_the_network_are_enough(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of the smallest networks are 256 wide, where positions differ in the higher part only."""
+    monkeypatch.setattr(permutations.Feistel, "ROUNDS", rounds)
+    for size in (65537, 100_003):
+        p_value = pair_statistic(size, 256, seeds=60)
+        if rounds == 4:
+            assert p_value < 1e-12
+        else:
+            assert_plausible(p_value)
+
+
+@pytest.mark.parametrize("size", [1000, 65537, 100_003])
+def test_fixed_points_and_successors_are_as_frequent_as_by_chance(size: int) -> None:
+    trials = 150
+    fixed = successors = descents = 0
+    for seed in range(trials):
+        indices = Shuffled(size).epoch(seed, 0)[:]
+        fixed += int((indices == np.arange(size)).sum())
+        successors += int((np.diff(indices) == 1).sum())
+        descents += int((np.diff(indices) < 0).sum())
+    # Each count is close to a Poisson number with mean 1 an epoch; descents have variance (size + 1) / 12.
+    for count in (fixed, successors):
+        assert_plausible(float(stats.poisson.cdf(count, trials)))
+    deviation = (descents - trials * (size - 1) / 2) / math.sqrt(trials * (size + 1) / 12)
+    assert_plausible(float(stats.norm.cdf(deviation)))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Windowed: few open blocks, bounded moves, and yet mixed
+
+WINDOWED = [
+    Windowed(10_000, 50, 1),
+    Windowed(10_000, 50, 2),
+    Windowed(10_007, 50, 7),
+    Windowed(10_007, 50, 16),
+    Windowed(10_007, 50, 1000),
+    Windowed(30 * 77 + 3 * 500, (77,) * 20 + (500,) * 3 + (77,) * 10, 6),
+]
+
+
+def block_bounds(order: Windowed) -> Indices:
+    """First samples of all blocks, and the size."""
+    if isinstance(order.block_size, int):
+        return np.array([*range(0, order.size, order.block_size), order.size])
+    return np.array([0, *itertools.accumulate(order.block_size)])
+
+
+def places_in_block_sequence(order: Windowed, seed: int) -> tuple[Indices, Indices]:
+    """Each sample's place in the sequence of shuffled blocks; and the blocks' first places in turn.
+
+    The sequence does not depend on the window, and a window of one block shows it.
+    """
+    bounds = block_bounds(order)
+    blocks = np.searchsorted(bounds, dataclasses.replace(order, window=1).epoch(seed, 0)[:], side="right") - 1
+    sequence = blocks[np.concatenate([[True], blocks[1:] != blocks[:-1]])]
+    starts = np.concatenate([[0], np.cumsum(np.diff(bounds)[sequence])])
+    places = np.empty(order.size, dtype=np.int64)
+    for block, start in zip(sequence.tolist(), starts.tolist(), strict=False):
+        places[bounds[block] : bounds[block + 1]] = start + np.arange(bounds[block + 1] - bounds[block])
+    return places, starts
+
+
+@pytest.mark.parametrize("order", WINDOWED, ids=lambda order: order.describe())
+def test_at_most_window_blocks_are_open(order: Windowed) -> None:
+    most = 0
+    for seed in range(5):
+        blocks = np.searchsorted(block_bounds(order), order.epoch(seed, 0)[:], side="right") - 1
+        _, first = np.unique(blocks, return_index=True)
+        _, last = np.unique(blocks[::-1], return_index=True)
+        change = np.zeros(order.size + 1, dtype=np.int64)
+        np.add.at(change, first, 1)
+        np.add.at(change, order.size - last, -1)
+        most = max(most, int(np.cumsum(change).max()))
+    blocks_in_all = block_bounds(order).size - 1
+    assert most <= order.window
+    # The allowance is made use of: all of an even window, or all blocks there are.
+    assert most >= min(max(1, order.window // 2 * 2), blocks_in_all)
+
+
+@pytest.mark.parametrize("order", WINDOWED, ids=lambda order: order.describe())
+def test_samples_move_no_further_than_stated(order: Windowed) -> None:
+    half = max(1, order.window // 2)
+    for seed in range(5):
+        places, starts = places_in_block_sequence(order, seed)
+        cuts = np.unique(np.append(starts[::half], order.size))
+        moves = np.empty(order.size, dtype=np.int64)
+        indices = order.epoch(seed, 0)[:]
+        moves[places[indices]] = np.arange(order.size) - places[indices]  # by place in the sequence
+        if isinstance(order.block_size, int) and order.window > 1:
+            assert np.abs(moves).max() < 0.75 * order.window * order.block_size
+        lengths = np.diff(cuts)
+        window = np.searchsorted(cuts, np.arange(order.size), side="right") - 1
+        before = np.concatenate([[0], lengths])[window] / 2
+        after = np.concatenate([lengths, [0]])[window + 1] / 2
+        if order.window == 1:
+            before = after = np.zeros(order.size)
+        assert (moves < lengths[window] + after).all()
+        assert (-moves < lengths[window] + before).all()
+
+
+def test_samples_of_a_half_window_spread_evenly_over_both_its_borders() -> None:
+    order = Windowed(16_000, 100, 8)  # 40 half windows of 400 samples
+    spread = np.zeros(16, dtype=np.int64)
+    for seed in range(20):
+        places, _ = places_in_block_sequence(order, seed)
+        origin = places[order.epoch(seed, 0)[:]] // 400
+        inner = (origin > 0) & (origin < 39)
+        spread += np.bincount(((np.arange(16_000) - origin * 400 + 200) // 50)[inner], minlength=16)
+    assert_uniform(spread)
+
+
+def test_windowed_neighbours_come_from_unrelated_blocks() -> None:
+    """Inside, two successive samples share a block as often as two random ones of the blocks in reach."""
+    order = Windowed(64_000, 100, 16)
+    same = total = 0
+    for seed in range(5):
+        blocks = order.epoch(seed, 0)[:] // 100
+        same += int((blocks[1:] == blocks[:-1]).sum())
+        total += blocks.size - 1
+    # Near a shifted window's end as near its middle, half of the samples come from each of 2 * 8 blocks.
+    share = 99 / 1599
+    assert abs(same - total * share) < 5 * math.sqrt(total * share)
+
+
+def test_blocks_are_shuffled() -> None:
+    table = np.zeros((8, 8), dtype=np.int64)
+    for seed in range(1600):
+        blocks = Windowed(80, 10, 1).epoch(seed, 0)[:] // 10
+        np.add.at(table, (np.arange(8), blocks[::10]), 1)
+    assert_uniform(table)
+
+
+def test_the_short_block_takes_every_place() -> None:
+    places = np.zeros(8, dtype=np.int64)
+    for seed in range(1600):
+        places[np.flatnonzero(Windowed(71, 10, 1).epoch(seed, 0)[:] == 70)[0] // 10] += 1
+    assert_uniform(places)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Cheap
+
+
+@pytest.mark.parametrize("size", HUGE)
+@pytest.mark.parametrize(
+    "make",
+    [Sequential, Shuffled, lambda size: Windowed(size, 1024, 16), lambda size: Windowed(size, 10**6, 1000)],
+    ids=["sequential", "shuffled", "windowed", "windowed long"],
+)
+def test_memory_does_not_grow_with_the_size(make: Callable[[int], Order], size: int) -> None:
+    make(1000).epoch(0, 0)[:]
+    tracemalloc.start()
+    try:
+        epoch = make(size).epoch(0, 0)
+        for position in range(size // 2, size // 2 + 64_000, 64):
+            epoch[position : position + 64]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * 2**20
+
+
+# ----------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize("make", [Sequential, Shuffled, lambda size: Windowed(size, 10, 4)])
+def test_sizes_that_are_none(make: Callable[[object], Order]) -> None:
+    for value in (1.0, "5", None, True, np.float64(3)):
+        with pytest.raises(TypeError, match="size must be an integer, got "):
+            make(value)
+    with pytest.raises(ValueError, match="size must be 0 or more, got -1"):
+        make(-1)
+    with pytest.raises(ValueError, match=f"size must be at most {10**15}, got {10**15 + 1}"):
+        make(10**15 + 1)
+    assert make(np.int32(20)) == make(20)
+    assert type(make(np.int32(20)).size) is int
+
+
+@pytest.mark.parametrize("order", [Sequential(9), Shuffled(9), Windowed(9, 2, 2)])
+def test_seeds_and_epochs_that_are_none(order: Order) -> None:
+    for value in (1.0, "5", None, True):
+        with pytest.raises(TypeError, match="seed must be an integer, got "):
+            order.epoch(value, 0)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="epoch must be an integer, got "):
+            order.epoch(0, value)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="epoch must be 0 or more, got -1"):
+        order.epoch(0, -1)
+
+
+def test_blocks_and_windows_that_are_none() -> None:
+    with pytest.raises(ValueError, match="block_size must be 1 or more, got 0"):
+        Windowed(10, 0, 4)
+    with pytest.raises(TypeError, match=r"block_size must be an integer, got 2\.5"):
+        Windowed(10, 2.5, 4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="block_size must be 0 or more, got -1"):
+        Windowed(10, (11, -1), 4)
+    with pytest.raises(ValueError, match="sum to 9, but size is 10; give the size of every block"):
+        Windowed(10, (4, 5), 4)
+    with pytest.raises(ValueError, match="window must be 1 or more, got 0"):
+        Windowed(10, 2, 0)
+    with pytest.raises(TypeError, match="window must be an integer, got None"):
+        Windowed(10, 2, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+@pytest.mark.parametrize("make", [Sequential, Shuffled, lambda size: Windowed(size, 10, 4)])
+def test_slices_that_are_none(make: Callable[[int], Order], size: int) -> None:
+    epoch = make(size).epoch(0, 0)
+    assert len(epoch) == size
+    epoch[0:5]  # what was computed before must not let anything through
+    for start, stop in ((-1, 3), (3, 2), (0, size + 1), (size + 1, size + 2), (-3, -1)):
+        with pytest.raises(IndexError, match=f"positions {start}:{stop} are not within the {size} positions"):
+            epoch[start:stop]
+    for step in (2, -1, 0):
+        with pytest.raises(ValueError, match="in steps of 1"):
+            epoch[0:4:step]
+    with pytest.raises(TypeError, match=r"order\[p:p \+ 1\], got 3"):
+        epoch[3]  # type: ignore[index]
+    with pytest.raises(TypeError, match=r"positions must be integers, got 0\.0"):
+        epoch[0.0:2.0]
+    assert epoch[np.int64(1) : np.int64(4) : 1].tolist() == epoch[1:4].tolist()
+    assert epoch[size:].tolist() == []
+    assert epoch[:3].tolist() == epoch[0:3].tolist()
+
+
+@pytest.mark.parametrize("order", [Sequential(0), Shuffled(0), Windowed(0, 10, 4), Windowed(0, (), 4)])
+def test_an_empty_epoch(order: Order) -> None:
+    epoch = order.epoch(0, 0)
+    assert len(epoch) == 0
+    assert epoch[:].tolist() == []
+    with pytest.raises(IndexError):
+        epoch[0:1]
+
+
+def test_orders_are_values() -> None:
+    assert Windowed(10, (4, 6), 2) == Windowed(10, [4, 6], 2)  # type: ignore[arg-type]
+    assert hash(Windowed(10, (4, 6), 2)) == hash(Windowed(10, (4, 6), 2))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Shuffled(3).size = 4  # type: ignore[misc]

@@ -1,0 +1,578 @@
+"""Where generators of the dataset's own are looked for, when, and at what cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import sys
+import types
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import midepoch
+from midepoch import MidepochWarning
+from midepoch.loader.loader import Loader
+from midepoch.randomness import owned
+from midepoch.randomness.owned import LONGEST_CONTAINER, MOST_OBJECTS, find_generators
+from midepoch.randomness.streams import Streams
+from support import sources
+
+
+class Holder:
+    """Holds what it is given."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def told(self) -> Any:
+        return self.held
+
+
+class Slotted:
+    __slots__ = ("__private", "rng")
+
+    def __init__(self, rng: Any) -> None:
+        self.rng = self.__private = rng
+
+
+class SlottedChild(Slotted):
+    __slots__ = ("other",)
+
+
+class OfTheClass:
+    rng = random.Random(4)
+
+
+def closed_over(rng: Any) -> Callable[[], float]:
+    return lambda: float(rng.random())
+
+
+def made() -> np.random.Generator:
+    return np.random.default_rng(3)
+
+
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "an attribute": Holder,
+    "a slot": Slotted,
+    "a slot of a parent": SlottedChild,
+    "a list": lambda rng: Holder([1, [rng]]),
+    "a dict": lambda rng: Holder({"a": {("b", 2): rng}}),
+    "a set": lambda rng: Holder({rng}),
+    "a tuple in a deque": lambda rng: Holder(deque([(rng,)])),
+    "a subclass of dict": lambda rng: Holder(type("Mine", (dict,), {})(a=rng)),
+    "a namespace": lambda rng: types.SimpleNamespace(rng=rng),
+    "a closure": closed_over,
+    "a partial": lambda rng: functools.partial(closed_over, rng),
+    "a partial of a partial": lambda rng: functools.partial(functools.partial(closed_over), rng),
+    "a partial's keyword": lambda rng: functools.partial(closed_over, rng=rng),
+    "a bound method": lambda rng: Holder(Holder(rng).told),
+    "a bound method of its own": lambda rng: Holder(rng.random),
+    "a module of torch's": lambda rng: Holder(torch.nn.Sequential(torch.nn.Identity())),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("make", [made, lambda: random.Random(3), lambda: np.random.RandomState(3)])
+def test_the_promised_places_are_searched(place: str, make: Callable[[], Any]) -> None:
+    rng = make()
+    holder = PLACES[place](rng)
+    if place == "a module of torch's":
+        holder.held[0].rng = rng
+    found, hopeless = find_generators(holder)
+    assert [getattr(rng, "bit_generator", rng)] == [each.generator for each in found]
+    assert hopeless == []
+
+
+def test_classes_and_modules_lend_their_names_whoever_leads_there() -> None:
+    """The top of this module would be searched too; the name says where, not the way."""
+    names = [{each.path for each in find_generators(root)[0]} for root in (OfTheClass(), Holder([OfTheClass()]))]
+    assert names[0] == names[1]
+    assert any(name.endswith("OfTheClass.rng") and " -> " in name for name in names[0])
+
+
+def test_a_module_that_defines_what_was_found_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "augments.py").write_text(
+        "import numpy as np\nrng = np.random.default_rng(1)\n"
+        "class Augment:\n    def __call__(self):\n        return rng.random()\n"
+        "def draw():\n    return rng.random()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import augments  # type: ignore[import-not-found]
+
+    try:
+        for held in (augments.Augment(), augments.draw, [augments.Augment()]):
+            assert " -> augments.rng" in [each.path for each in find_generators(Holder(held))[0]]
+    finally:
+        del sys.modules["augments"]
+
+
+def test_what_several_share_has_one_stream() -> None:
+    bits = np.random.PCG64(5)
+    shared = [np.random.Generator(bits), np.random.Generator(bits), bits]
+    assert [each.generator for each in find_generators(Holder(shared))[0]] == [bits]
+
+
+def test_classes_that_are_called_alike_do_not_share_a_stream() -> None:
+    first, second = Holder(made()), Holder(made())
+    streams = Streams(first, second)
+    with streams.under(7):
+        assert first.held.random() != second.held.random()
+
+
+def test_the_global_generators_are_not_owned() -> None:
+    held = [random.random, np.random.rand, np.random.mtrand._rand, torch.default_generator]
+    assert find_generators(Holder(held)) == ([], [])
+
+
+def test_cycles_end() -> None:
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    holder = Holder(cycle)
+    cycle.append(holder)
+    assert find_generators(holder) == ([], [])
+
+
+class Asked:
+    """Whatever it is asked, it draws."""
+
+    def __getattr__(self, name: str) -> Any:
+        random.random()
+        raise AttributeError(name)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise RuntimeError("not to be iterated")
+
+    def __len__(self) -> int:
+        raise RuntimeError("not to be asked")
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("not to be compared")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_objects_are_searched_without_being_asked() -> None:
+    before = random.getstate()
+    assert find_generators(Holder([Asked()])) == ([], [])
+    assert random.getstate() == before
+
+
+def test_a_generator_that_cannot_be_keyed_is_named_when_reading_begins() -> None:
+    class Hopeless(sources.Indices):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.inner = {"entropy": random.SystemRandom()}
+
+    loader = midepoch.wrap(DataLoader(Hopeless()), seed=5)
+    with pytest.warns(MidepochWarning, match=r"Hopeless.inner\['entropy'\] \(SystemRandom\).*sample_generator"):
+        next(iter(loader))
+
+
+# --- at what cost ---
+
+
+@dataclasses.dataclass
+class Record:
+    name: str
+    label: int
+    box: tuple[int, int]
+
+
+class Records(Dataset[Any]):
+    """As people read annotations: a list of objects."""
+
+    def __init__(self, size: int) -> None:
+        self.records = [Record(str(n), n, (n, n)) for n in range(size)]
+        self.by_name = {each.name: each for each in self.records}
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> int:
+        return self.records[index].label
+
+
+def test_long_containers_hold_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Any] = []
+    children = owned._children
+
+    def noted(path: str, value: Any, tops: dict[int, Any]) -> Any:
+        looked.append(value)
+        return children(path, value, tops)
+
+    monkeypatch.setattr(owned, "_children", noted)
+    find_generators(Records(40_000))
+    assert len(looked) < 20
+    assert find_generators(Holder([made()] * LONGEST_CONTAINER))[0]
+    assert not find_generators(Holder([made()] * (LONGEST_CONTAINER + 1)))[0]
+
+
+def test_a_search_has_a_bound() -> None:
+    near = Holder([[Holder(None) for _ in range(200)] for _ in range(200)])
+    near.rng = made()  # type: ignore[attr-defined]
+    assert len(find_generators(near)[0]) == 1, "the nearest are looked at first"
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        find_generators(near)
+    finally:
+        sys.setprofile(None)
+    assert calls < 10 * MOST_OBJECTS < 400_000, "of 40,000 objects, a quarter is looked at, and no more entered"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_pass_looks_twice(num_workers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """When it begins, and behind its first batch; in each process that reads."""
+    log = tmp_path / "log"
+    log.touch()
+    from midepoch.randomness import streams
+
+    def noted(*roots: object) -> Any:
+        with log.open("a") as file:
+            file.write("x")
+        return find_generators(*roots)
+
+    monkeypatch.setattr(streams, "find_generators", noted)
+    loader = midepoch.wrap(DataLoader(Records(64), 4, num_workers=num_workers), seed=1)
+    for passes in (1, 2, 3):
+        assert len(list(loader)) == 16
+        assert log.stat().st_size == 2 * passes * max(1, num_workers)
+
+
+# --- when ---
+
+
+def wrapped(dataset: Any, num_workers: int = 0) -> Loader:
+    return midepoch.wrap(DataLoader(dataset, 4, num_workers=num_workers, collate_fn=list), seed=1)
+
+
+class Late(sources.Indices):
+    """Makes its generator when the first sample is read."""
+
+    rng: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self.rng is None:
+            self.rng = np.random.default_rng()
+        return index, self.rng.random()
+
+
+class LatePart(sources.Indices):
+    """The same in a part of its own, for each kind of sample, all of which the first batch has."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.parts: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        rng = self.parts.setdefault(index % 2, np.random.default_rng())
+        return index, rng.random()
+
+
+class Reseeding(sources.Indices):
+    """Makes a generator for each sample, by its number."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.rng = np.random.default_rng(index)
+        return index, self.rng.random()
+
+
+@pytest.mark.parametrize("kind", [Late, LatePart, Reseeding])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_generators_made_by_the_first_batch_are_exact(kind: type[sources.Indices], num_workers: int) -> None:
+    def make() -> Loader:
+        return wrapped(kind(32), num_workers)
+
+    with make() as loader:
+        whole = sources.taken(loader) + sources.taken(loader)
+    for cut in (1, 3, 8, 11):
+        state = sources.heads(make, cut)[1] if cut < 8 else _state_after(make, cut)
+        rest = sources.resumed(make, state)
+        assert rest == whole[cut : cut + len(rest)]
+        assert rest
+
+
+def _state_after(make: Callable[[], Loader], batches: int) -> Any:
+    with make() as loader:
+        taken = 0
+        while True:
+            for _ in loader:
+                taken += 1
+                if taken == batches:
+                    return loader.state_dict()
+
+
+def test_a_transform_that_is_changed_between_epochs_is_found() -> None:
+    class Transformed(sources.Indices):
+        def __init__(self, size: int) -> None:
+            super().__init__(size)
+            self.transform: Any = Holder(np.random.default_rng(1))
+
+        def __getitem__(self, index: int) -> Any:
+            return index, self.transform.held.random()
+
+    def make(epoch: int) -> tuple[Loader, Any]:
+        dataset = Transformed(16)
+        if epoch:
+            dataset.transform = Holder(random.Random(2))
+        return wrapped(dataset), dataset
+
+    loader, dataset = make(0)
+    sources.taken(loader)
+    dataset.transform = Holder(random.Random())
+    iterator = iter(loader)
+    head = [sources.plain(next(iterator)) for _ in range(2)]
+    state = loader.state_dict()
+    tail = [sources.plain(batch) for batch in iterator]
+    resumed, _ = make(1)
+    resumed.load_state_dict(state)
+    assert sources.taken(resumed) == tail
+    assert head != tail
+
+
+class Replayed(IterableDataset[Any]):
+    """Makes a generator at each pass, of which nobody can know before it is read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.rng = random.Random(5)
+        for number in range(12):
+            yield number, self.rng.random()
+
+
+def test_a_source_that_is_replayed_draws_alike_in_each_process() -> None:
+    def make() -> Loader:
+        return midepoch.wrap(Replayed(), seed=2)
+
+    loader = make()
+    first, second = sources.taken(loader), sources.taken(loader)
+    for cut in (1, 6):
+        assert sources.quiet_resume(make, sources.heads(make, cut)[1]) == first[cut:]
+    assert sources.quiet_resume(make, _state_after(make, 15)) == second[3:]
+
+
+# --- looking on where nobody draws ---
+
+
+class Caching(sources.Indices):
+    """Draws for some samples, and keeps what it drew."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.cache: dict[int, float] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        if index not in self.cache:
+            self.cache[index] = random.random() if index % 8 == 6 else 0.0
+        return self.cache[index]
+
+
+def test_what_is_kept_from_a_first_look_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(OfTheClass, "rng")  # with a generator at hand nobody only looks on
+    loader = wrapped(Caching(40))
+    with pytest.warns(MidepochWarning, match="Caching drew random numbers for sample 4 or one of its batch when"):
+        sources.taken(loader)
+
+
+class Seldom(sources.Indices):
+    """Draws for one sample in nine."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return index, (random.random() if index % 9 == 8 else 0.0)
+
+
+def test_only_the_batch_that_draws_first_is_read_again() -> None:
+    loader = wrapped(Seldom(36))
+    whole = sources.taken(loader)
+    assert loader.source.dataset.reads == 40 + 1  # the first sample once more
+    assert len({drawn for batch in whole for _, drawn in batch}) == 5
+    for cut in (1, 2, 3, 6):
+        make = functools.partial(wrapped, Seldom(36))
+        assert sources.resumed(make, sources.heads(make, cut)[1]) == whole[cut:]
+
+
+def every_state() -> list[Any]:
+    pair: Any = np.random.get_state(legacy=False)
+    return [random.getstate(), repr(pair), torch.get_rng_state().tolist()]
+
+
+def reads(streams: Streams, draw: Callable[[], Any]) -> list[str]:
+    """How often, and how, one batch of two samples is read."""
+    calls: list[str] = []
+
+    def call(start: Callable[[int], None] | None) -> None:
+        calls.append("without keys" if start is None else "with keys")
+        for key in (3, 4):
+            if start is not None:
+                start(key)
+            draw()
+
+    streams.read(call)
+    return calls
+
+
+@pytest.mark.parametrize("name", sources.DRAWS)
+def test_a_draw_is_seen(name: str) -> None:
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    draw = sources.DRAWS[name]
+    for _ in range(2):
+        before = every_state()
+        looking = Streams()
+        looking.begin_pass()
+        assert reads(looking, lambda: None) == ["with keys"], "the first batch"
+        assert reads(looking, lambda: None) == ["without keys"] and not looking.drawn
+        assert reads(looking, draw) == ["without keys", "with keys"] and looking.drawn
+        assert reads(looking, draw) == ["with keys"]
+        assert not looking.kept
+        assert every_state() == before
+        drawing = Streams()
+        drawing.begin_pass()
+        assert reads(drawing, draw) == reads(drawing, draw) == ["with keys"] and drawing.drawn
+        assert every_state() == before
+        # Now with half a pair of normal numbers in each.
+        random.gauss(0, 1), np.random.standard_normal(), torch.randn(1), torch.randn(1, dtype=torch.float64)
+
+
+def test_each_generator_is_read_for_again_once_in_a_process() -> None:
+    streams = Streams()
+    assert reads(streams, lambda: None) == ["with keys"]
+    draws = [random.random, np.random.rand, lambda: torch.rand(()), midepoch.sample_generator]
+    for draw in draws:
+        assert len(reads(streams, draw)) == 2
+    for draw in draws:
+        assert len(reads(streams, draw)) == 1
+
+
+def test_what_is_drawn_once_and_kept_is_noted() -> None:
+    streams, drawn = Streams(), dict[str, float]()
+    reads(streams, lambda: None)
+    assert reads(streams, lambda: drawn or drawn.setdefault("kept", random.random())) == ["without keys", "with keys"]
+    assert streams.kept
+
+
+def test_an_error_by_chance_is_that_of_the_stream() -> None:
+    """What a batch without keys raises after it has drawn is not what it raises under them."""
+    streams = Streams()
+    outcomes: list[Exception | None] = [KeyError(), None]
+    reads(streams, lambda: None)
+
+    def call(start: Callable[[int], None] | None) -> float:
+        if start is not None:
+            start(7)
+        drawn = random.random()
+        if error := outcomes.pop(0):
+            raise error
+        return drawn
+
+    random.seed(7)
+    assert streams.read(call) == random.Random(7).random()
+    outcomes += [ValueError(), None]
+    with pytest.raises(ValueError):
+        streams.read(call)
+    assert outcomes == [None]
+
+
+class Lazy(types.ModuleType):
+    """Imports what it stands for as soon as anybody asks, as the modules of six do."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(f"asked for {name}")
+
+
+class Reticent:
+    """Answers any question by an error."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        raise AssertionError("asked for its class")
+
+
+def test_a_search_asks_no_object_and_enters_no_library() -> None:
+    assert find_generators(Holder([Reticent(), Lazy("lazy")])) == ([], [])
+    found, hopeless = find_generators(Holder([random, np, torch, sys.modules[__name__]]))
+    assert not hopeless
+    assert all(each.path.startswith("Holder") and __name__ in each.path for each in found)
+
+
+def test_what_cannot_be_seeded_is_not_promised() -> None:
+    dataset = sources.Indices(10)
+    dataset.generator = made()  # type: ignore[attr-defined]
+    assert midepoch.wrap(DataLoader(dataset, 2), seed=1).capabilities.exact_augmentations
+    dataset.generator = random.SystemRandom()  # type: ignore[attr-defined]
+    told = midepoch.wrap(DataLoader(dataset, 2), seed=1).capabilities.exact_augmentations
+    assert not told and "SystemRandom" in told.reason
+
+
+class _HeldAsClass:
+    generator = random.Random(3)
+
+
+def test_a_class_that_is_held_and_not_its_instance() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.kind = _HeldAsClass
+
+    (found,), hopeless = find_generators(Holder())
+    assert found.generator is _HeldAsClass.generator
+    assert not hopeless
+
+
+def test_a_generator_over_numpys_global_one_cannot_be_seeded() -> None:
+    """Which is another one while samples are read."""
+
+    class Over(Dataset[Any]):
+        def __init__(self) -> None:
+            self.generator = np.random.Generator(np.random.get_bit_generator())
+
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> Any:
+            return index, self.generator.normal() if index > 4 else 0.0
+
+    exact = midepoch.wrap(DataLoader(Over(), batch_size=4), seed=0).capabilities.exact_augmentations
+    assert not exact and "Over.generator (a Generator over numpy's global one)" in exact.reason
+
+
+class NeedsItLater(Dataset[Any]):
+    """Makes a generator when a sample of the second epoch first needs one, which is not the first sample."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        if self.epoch and index == 7 and not hasattr(self, "rng"):
+            self.rng = random.Random(5)
+        return index, self.rng.random() if hasattr(self, "rng") else 0.0
+
+
+def test_a_generator_that_is_made_in_a_later_pass_is_warned_of_once() -> None:
+    dataset = NeedsItLater()
+    loader = midepoch.wrap(DataLoader(dataset, 2), seed=0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for epoch in range(4):
+            dataset.epoch = epoch
+            list(loader)
+    said = [str(each.message) for each in told if "a random generator" in str(each.message)]
+    assert len(said) == 1
+    assert "rng) was made after a pass had begun" in said[0]

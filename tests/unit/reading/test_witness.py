@@ -1,0 +1,839 @@
+"""The witness of a state: another sample is refused when it is read, other bits are told, and nothing else is."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, StackDataset, Subset, SubsetRandomSampler
+
+import midepoch
+from midepoch import MidepochWarning, StateCorruptError, StateMismatchError, World
+from midepoch.state.digest import checksum_of
+from midepoch.state.witness import LONGEST, SampleSummary, Witness, summary_of
+from support import witness_sources
+from support.places import TESTS
+from support.witness_sources import SIZE, as_it_is, in_new_process, make, outcome
+
+PLACES = {"in mid-epoch": 3, "at the boundary": 8, "in a later epoch": 11}  # batches of 8 an epoch
+
+
+def saved(batches: int, **arguments: Any) -> dict[str, Any]:
+    """The state after so many batches."""
+    with make(**arguments) as loader:
+        for _ in itertools.islice(itertools.chain(loader, loader), batches):
+            pass
+        return dict(loader.state_dict())
+
+
+@pytest.fixture(scope="module")
+def states() -> dict[str, dict[str, Any]]:
+    return {name: saved(batches) for name, batches in PLACES.items()}
+
+
+# What has changed when the state is loaded, and what comes of it.
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({}, "exact"),
+    "workers": ({"workers": 2}, "exact"),
+    "batch size": ({"batch": 2}, "exact"),
+    "the files' order": ({"order": "as glob gives it"}, "StateMismatchError"),
+    "the files' order, read by workers": ({"order": "as glob gives it", "workers": 2}, "StateMismatchError"),
+    "the augmentation": ({"strength": 11.0}, "told"),
+    "the decoder": ({"rounding": True}, "told"),
+    "the augmentation, strictly": ({"strength": 11.0, "options": {"verify": "strict"}}, "StateMismatchError"),
+    "the files' order, gone on with": ({"order": "as glob gives it", "options": {"verify": "warn"}}, "told"),
+    "the files' order, not looked at": ({"order": "as glob gives it", "options": {"verify": "off"}}, "exact"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_has_changed_is_told_in_a_new_process(
+    place: str, states: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    asked = [{"state": states[place], "arguments": arguments} for arguments, _ in CHANGES.values()]
+    found = dict(zip(CHANGES, in_new_process(tmp_path, asked), strict=True))
+    expected = {name: end for name, (_, end) in CHANGES.items()}
+    if place == "at the boundary":  # the data may be meant to be others from epoch to epoch
+        expected.update(dict.fromkeys(("the files' order", "the files' order, read by workers"), "told"))
+    assert {name: outcome(each) for name, each in found.items()} == expected
+    told = found["the files' order"]
+    assert re.search(r"\(\['label'\]\): sort the list of files", told["error"] or told["warnings"][0])
+    assert all(len(each["warnings"]) <= 1 for each in found.values())
+    whole = found["nothing"]["rest"]
+    assert len(whole) == SIZE - 4 * (PLACES[place] % 8) and found["the decoder"]["rest"] == whole
+
+
+HARMLESS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "another mount": ({"form": "names"}, {"form": "names", "mount": "/data/b"}, False),
+    "pictures of bytes": ({"form": "int"}, {"form": "int"}, False),
+    "another decoder of bytes": ({"form": "int"}, {"form": "int", "rounding": True}, True),
+    "times": ({"extra": "time"}, {"extra": "time"}, True),
+    "objects without equality": ({"extra": "object"}, {"extra": "object"}, False),
+    "times, with names": ({"form": "names", "extra": "time"}, {"form": "names", "extra": "time"}, True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:two reads of sample")
+def test_no_false_alarm(tmp_path: Path) -> None:
+    asked = [
+        {"state": saved(batches, **before), "arguments": after}
+        for before, after, _ in HARMLESS.values() for batches in PLACES.values()
+    ]  # fmt: skip
+    found = in_new_process(tmp_path, asked)
+    for number, each in enumerate(found):
+        name = list(HARMLESS)[number // len(PLACES)]
+        assert not each["error"], (name, each)
+        assert not each["warnings"] or HARMLESS[name][2], (name, each)
+
+
+def test_a_text_that_names_the_machine_is_another_sample_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AS_HOST", "node-1")
+    state = saved(3, extra="host")
+    monkeypatch.setenv("AS_HOST", "a-node-with-quite-another-name")
+    with make(extra="host") as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(StateMismatchError, match=r"another one than when the state was saved \(\['host'\]\)"):
+            next(iter(loader))
+    with make(extra="host", options={"verify": "warn"}) as loader:
+        loader.load_state_dict(state)
+        with pytest.warns(MidepochWarning, match=r"\(\['host'\]\)"):
+            assert len(list(loader)) == 5
+
+
+def test_progressive_resizing_and_a_dataset_that_grows_are_no_other_data() -> None:
+    loader = make(side=16)
+    list(loader)
+    state = loader.state_dict()
+    with make(side=32) as resized:
+        resized.load_state_dict(state)
+        with pytest.warns(MidepochWarning, match="another one than when"):
+            assert len(list(resized)) == 8
+    loader.source.dataset.numbers.append(SIZE)  # the dataset grows between epochs
+    grown = loader.state_dict()
+    with make(size=SIZE + 1) as other, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load_state_dict(grown)
+        assert len(list(other)) == 9
+
+
+class Renewed(Dataset[int]):
+    """Has other items in each epoch, and is told which it is."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> int:
+        return 1000 * self.epoch + index
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Shared(Dataset[int]):
+    """Has other items in each epoch, which the user's own code tells it."""
+
+    def __init__(self, epoch: list[int]) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> int:
+        return 1000 * self.epoch[0] + index
+
+
+def test_samples_that_the_users_own_code_changes_between_epochs_are_told_with_the_reason_why_they_may_be_right() -> (
+    None
+):
+    epoch = [0]
+    loader = midepoch.wrap(DataLoader(Shared(epoch), 4), seed=1)
+    list(loader)
+    state = loader.state_dict()
+    epoch[0] = 1
+    rest = [batch.tolist() for batch in loader]
+    for verify in ("sample", "warn", "strict"):
+        resumed = midepoch.wrap(DataLoader(Shared(epoch), 4), seed=1, verify=verify)
+        resumed.load_state_dict(state)
+        if verify == "strict":
+            with pytest.raises(StateMismatchError, match="if your code gives each epoch other data, nothing is wrong"):
+                next(iter(resumed))
+        else:
+            with pytest.warns(MidepochWarning, match="if your code gives each epoch other data, nothing is wrong"):
+                assert [batch.tolist() for batch in resumed] == rest
+
+
+INSIDE: dict[str, Callable[[Renewed], Any]] = {
+    "itself": lambda renewed: renewed,
+    "a subset": lambda renewed: Subset(renewed, range(SIZE)),
+    "concatenated": lambda renewed: ConcatDataset([Subset(renewed, range(8)), Subset(renewed, range(8, SIZE))]),
+    "stacked": lambda renewed: StackDataset(first=ConcatDataset([renewed])),
+}
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+def test_a_curriculum_is_no_other_data(inside: str) -> None:
+    def read(loader: Any, epochs: int) -> list[Any]:
+        batches = []
+        for _ in range(epochs):
+            loader.renewed.set_epoch(loader.epoch)
+            batches += [str(batch) for batch in loader]
+        return batches
+
+    def made() -> Any:
+        renewed = Renewed()
+        loader: Any = midepoch.wrap(DataLoader(INSIDE[inside](renewed), 4, shuffle=True), seed=1)
+        loader.renewed = renewed
+        return loader
+
+    whole = read(made(), 3)
+    before = made()
+    read(before, 1)
+    resumed = made()
+    resumed.load_state_dict(before.state_dict())
+    with pytest.warns(MidepochWarning, match="another one"):
+        assert read(resumed, 2) == whole[8:]
+
+
+def test_rows_that_are_not_looked_at_are_named() -> None:
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    assert summary_of(arrow.table({"number": list(range(64))})).unseen == ()
+    assert summary_of(arrow.table({"number": list(range(65))})).unseen == ("Table after its first 64 rows",)
+
+
+def test_samples_that_are_named_by_text_are_compared_within_their_epoch() -> None:
+    def made(change: int = 0) -> Any:
+        data = {f"sample {number}": number * 3 + change for number in range(SIZE)}
+        return midepoch.wrap(DataLoader(data, 4, sampler=SubsetRandomSampler(list(data))), seed=1)  # type: ignore
+
+    before = made()
+    batches = iter(before)
+    next(batches)
+    inside = before.state_dict()
+    list(batches)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for state in (inside, before.state_dict()):
+            resumed = made()
+            resumed.load_state_dict(state)
+            assert len(list(resumed)) in (7, 8)
+    resumed = made(change=1)
+    resumed.load_state_dict(inside)
+    with pytest.raises(StateMismatchError, match="another one"):
+        next(iter(resumed))
+
+
+# --- what looking at a sample may not do ------------------------------------------------------------------------------
+
+
+class Asked(Mapping[str, Any]):
+    """A sample that does its work when it is asked for a value. `once`: it gives each value once."""
+
+    def __init__(self, index: int, once: bool) -> None:
+        self.values_left, self.once = {"x": index}, once
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.values_left.pop(key) if self.once else self.values_left[key]
+        return value if self.once else value + torch.rand(())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self.values_left))
+
+    def __len__(self) -> int:
+        return len(self.values_left)
+
+
+class Made(Dataset[Any]):
+    """Samples that a function makes of their index."""
+
+    def __init__(self, make_sample: Callable[[int], Any], size: int = 16) -> None:
+        self.make_sample, self.size = make_sample, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.make_sample(index)
+
+
+def values_of(samples: list[Any]) -> list[float]:
+    return [float(sample["x"]) for sample in samples]
+
+
+def batches_and_resumed(make_loader: Callable[[], Any], cuts: tuple[int, ...]) -> Iterator[tuple[list[str], list[str]]]:
+    """What follows each cut in two epochs, and what a fresh loader gives from the state saved there."""
+    loader = make_loader()
+    batches, states = [], []
+    for _ in range(2):
+        for batch in loader:
+            batches.append(str(batch))
+            states.append(loader.state_dict())
+    for cut in cuts:
+        resumed = make_loader()
+        resumed.load_state_dict(states[cut - 1])
+        rest = list(map(str, resumed))
+        yield batches[cut : cut + len(rest)], rest
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_a_sample_that_does_its_work_when_it_is_asked_is_not_looked_at_on_its_way(once: bool) -> None:
+    def make_loader() -> Any:
+        samples = DataLoader(Made(lambda index: Asked(index, once)), 4, shuffle=True, collate_fn=values_of)
+        return midepoch.wrap(samples, seed=3)
+
+    for whole, rest in batches_and_resumed(make_loader, (2, 4, 6)):
+        assert rest == whole
+
+
+def test_a_sample_is_looked_at_before_others_change_what_it_holds() -> None:
+    def make_loader() -> Any:
+        shared: dict[str, int] = {}
+
+        def sample(index: int) -> Any:
+            shared["index"] = index
+            return {"x": float(index), "shared": shared}
+
+        return midepoch.wrap(DataLoader(Made(sample), 4, shuffle=True, collate_fn=values_of), seed=3)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for whole, rest in batches_and_resumed(make_loader, (2, 4, 6)):
+            assert rest == whole
+
+
+@pytest.mark.parametrize("collated", [True, False])
+def test_a_batch_in_a_buffer_that_each_read_fills_is_given_as_it_was_read(collated: bool) -> None:
+    def make_loader() -> Any:
+        buffer = torch.zeros(3)
+        dataset = Made(lambda index: {"x": buffer.fill_(index)})
+        if collated:
+            return midepoch.wrap(DataLoader(dataset, 1, shuffle=True, collate_fn=lambda samples: samples[0]), seed=3)
+        return midepoch.wrap(DataLoader(dataset, None, shuffle=True), seed=3)
+
+    for whole, rest in batches_and_resumed(make_loader, (5, 16, 20)):
+        assert rest == whole
+
+
+@pytest.mark.filterwarnings("ignore:two reads of sample")
+def test_parts_that_vary_are_left_out_where_samples_have_lists_of_other_lengths() -> None:
+    def make_loader() -> Any:
+        def sample(index: int) -> Any:
+            boxes = [float(number) for number in range(1 + index % 5)]
+            return {"boxes": boxes, "x": index, "noise": os.urandom(2 if index == first else 200)}
+
+        return midepoch.wrap(DataLoader(Made(sample), 4, shuffle=True, collate_fn=values_of), seed=3)
+
+    first = -1
+    first = int(make_loader().peek()[0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for whole, rest in batches_and_resumed(make_loader, (2, 6)):
+            assert rest == whole
+    assert {str(each.message).split("differ in")[1][:11] for each in caught} == {" ['noise'],"}
+
+
+class OfType(Sampler[Any]):
+    """A shuffled list of indices of a type."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = np.random.permutation(16)
+        return iter(torch.from_numpy(indices) if self.kind == "torch" else indices.astype(self.kind))
+
+
+@pytest.mark.parametrize("kind", ["int64", "int32", "torch"])
+def test_indices_of_other_types_are_compared_at_a_boundary(kind: str) -> None:
+    def make_loader(change: int = 0) -> Any:
+        dataset = Made(lambda index: {"x": int(index) ^ change, "index": index})
+        return midepoch.wrap(DataLoader(dataset, 4, sampler=OfType(kind), collate_fn=values_of), seed=3)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for whole, rest in batches_and_resumed(make_loader, (2, 4, 6)):
+            assert rest == whole
+    saved = make_loader()
+    list(saved)
+    resumed = make_loader(change=1)
+    resumed.load_state_dict(saved.state_dict())
+    with pytest.warns(MidepochWarning, match="another one"):
+        list(resumed)
+    state = saved.state_dict()
+    witness = state["witness"].split("/")
+    state["witness"] = "/".join([witness[0], "9" * 19, *witness[2:]])
+    edited = make_loader()
+    edited.load_state_dict(midepoch.reseal(state))
+    with pytest.warns(MidepochWarning, match="another one"):
+        next(iter(edited))
+
+
+# --- what it costs, and what is in the state --------------------------------------------------------------------------
+
+
+def test_one_sample_of_each_epoch_is_read_again() -> None:
+    loader, other = make(), make(options={"world": midepoch.World(1, 2)})
+    dataset = loader.source.dataset
+    for epoch in range(3):  # rank 0's first batch begins with it
+        list(loader)
+        read = sorted(dataset.reads)
+        again = [index for index in read if read.count(index) > 1]
+        assert len(read) == SIZE + 1 and len(set(again)) == 1, epoch
+        dataset.reads.clear()
+    for epoch in range(3):  # its share does not begin with the sample that each rank tells
+        list(other)
+        assert len(other.source.dataset.reads) == SIZE // 2 + 2, epoch
+        other.source.dataset.reads.clear()
+    fresh = make()
+    for _ in itertools.islice(fresh, 5):
+        pass
+    resumed = make()
+    resumed.load_state_dict(fresh.state_dict())
+    list(resumed)
+    assert len(resumed.source.dataset.reads) == SIZE - 20 + 2
+    off = make(options={"verify": "off"})
+    list(off)
+    assert len(off.source.dataset.reads) == SIZE and off.state_dict()["witness"] == ""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_state_is_the_same_on_every_rank_and_small(workers: int) -> None:
+    told = []
+    for rank in range(2):
+        with make(workers, options={"world": World(rank, 2), "fingerprint": "x" * 64}) as loader:
+            next(iter(loader))
+            told.append(loader.state_dict())
+    assert told[0] == told[1] and told[0]["witness"]
+    assert len(told[0]["witness"]) <= LONGEST and len(json.dumps(told[0])) <= 512
+
+
+def test_a_state_of_batches_in_flight_has_the_witness_of_its_own_epoch() -> None:
+    ahead, behind = make(), make()
+    for _ in itertools.islice(itertools.chain(ahead, ahead), 9):
+        pass
+    for _ in itertools.islice(behind, 7):
+        pass
+    assert ahead.state_dict(in_flight=2) == behind.state_dict()
+    list(itertools.islice(iter(behind), 0))
+    assert ahead.state_dict()["witness"].startswith("1/") and behind.state_dict()["witness"].startswith("0/")
+
+
+def test_a_rank_whose_files_are_in_another_order_is_told() -> None:
+    with make(options={"world": World(0, 2)}) as first:
+        next(iter(first))
+        state = first.state_dict()
+    with make(order="as this node lists them", options={"world": World(1, 2)}) as second:
+        second.load_state_dict(state)
+        with pytest.raises(StateMismatchError, match="another one than when the state was saved"):
+            next(iter(second))
+        assert second.state_dict() == state
+
+
+def test_the_error_comes_again_until_the_data_are_restored(states: dict[str, dict[str, Any]]) -> None:
+    loader = make(order="as glob gives it")
+    loader.load_state_dict(states["in mid-epoch"])
+    for _ in range(2):
+        with pytest.raises(StateMismatchError):
+            next(iter(loader))
+    with pytest.raises(StateMismatchError):
+        loader.peek()
+    loader.source.dataset.numbers.sort()
+    assert len(list(loader)) == 5
+
+
+class Hole(Dataset[int]):
+    """One sample cannot be read."""
+
+    def __init__(self, hole: int) -> None:
+        self.hole = hole
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.hole:
+            raise ZeroDivisionError(f"sample {index} is damaged")
+        return index
+
+
+@pytest.mark.parametrize(
+    ("hole", "workers"),
+    [(0, 0), (0, 2), (5, 0), pytest.param(5, 2, marks=pytest.mark.long)],  # a worker reads as the main process does
+)
+def test_a_sample_that_cannot_be_read_fails_where_it_fails_without_midepoch(hole: int, workers: int) -> None:
+    """Also where another one of the first batch, or of a later one, is the damaged one."""
+    plain, given = DataLoader(Hole(hole), 4, num_workers=workers), []
+    with pytest.raises(ZeroDivisionError, match="is damaged"):
+        for batch in plain:
+            given.append(batch.tolist())
+    with midepoch.wrap(DataLoader(Hole(hole), 4, num_workers=workers), seed=1) as loader:
+        ours: list[Any] = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", MidepochWarning)
+            with pytest.raises(ZeroDivisionError, match="is damaged"):
+                for batch in loader:
+                    ours.append(batch.tolist())
+            assert ours == given and len(ours) == hole // 4 and loader.position == 4 * len(ours)
+            loader.seek(position=8)
+            next(iter(loader))
+        assert bool(loader.state_dict()["witness"]) is (hole != 0), "no witness of what cannot be read"
+
+
+class Failing(witness_sources.Files):
+    def __getitem__(self, index: int) -> Any:
+        if index == self.failing:  # type: ignore[attr-defined]
+            raise OSError("the disk has a hole")
+        return super().__getitem__(index)
+
+
+def test_a_first_sample_that_cannot_be_read_fails_where_it_fails_without_a_witness() -> None:
+    order = [item["label"] for batch in make() for item in batch]
+    loader = make()
+    object.__setattr__(loader.source.dataset, "__class__", Failing)
+    loader.source.dataset.failing = order[0]
+    with pytest.raises(OSError, match="hole"):
+        next(iter(loader))
+    loader.seek(position=4)
+    next(iter(loader))
+    assert loader.state_dict()["witness"] == ""
+
+
+def test_a_sample_that_is_gone_or_cannot_be_read_now(states: dict[str, dict[str, Any]]) -> None:
+    state = states["in mid-epoch"]
+    epoch, index, *rest = state["witness"].split("/")
+    gone = midepoch.reseal({**state, "witness": "/".join([epoch, "99", *rest])})
+    loader = make()
+    loader.load_state_dict(gone)
+    with pytest.raises(StateMismatchError, match="is not there now"):
+        next(iter(loader))
+    boundary = states["at the boundary"]
+    loader = make()
+    object.__setattr__(loader.source.dataset, "__class__", Failing)
+    loader.source.dataset.failing = int(index)
+    assert boundary["witness"].split("/")[1] == index
+    loader.load_state_dict(boundary)
+    with pytest.warns(MidepochWarning, match="cannot be compared.*hole"):
+        next(iter(loader))
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_another_value_of_verify_is_refused() -> None:
+    with pytest.raises(ValueError, match="verify must be"):
+        make(options={"verify": "always"})
+
+
+@functools.cache
+def _states() -> dict[str, Any]:
+    return saved(3)
+
+
+FORMS = [None, 3, "x", "0/1//", "0/1/" * 60, "0/1/abc//0:AA", "\u0663/1/aaaaaaaa//", "/" * 4]
+
+
+@pytest.mark.parametrize("witness", FORMS)
+def test_a_witness_of_another_form_is_refused(witness: Any) -> None:
+    state = {**_states(), "witness": witness}
+    loader = make()
+    with pytest.raises(StateCorruptError):
+        loader.load_state_dict(midepoch.reseal(state))
+    assert loader.state_dict() == make().state_dict()
+
+
+# --- promises that reading disproves ----------------------------------------------------------------------------------
+
+
+class Popped(Dataset[int]):
+    """A queue: what comes depends on what has been read, not on the index."""
+
+    def __init__(self) -> None:
+        self.queue = deque(range(200))
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> int:
+        return self.queue.popleft()
+
+
+class PoppedKeys(Popped):
+    def __getitem__(self, index: int) -> Any:
+        return {self.queue.popleft(): 1}
+
+
+class Entropy(Dataset[Any]):
+    """Pictures with noise from a generator that the operating system seeds."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        noise = np.random.default_rng().normal(size=(3, 8, 8))
+        return {"image": torch.full((3, 64, 64), float(index)), "noise": noise}
+
+
+class Cached(Dataset[float]):
+    """What was drawn first is kept; that it is not drawn again is seen by the streams, not by a second read."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> float:
+        return self.kept.setdefault(index, random.random())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("dataset", "order"), [(Popped, False), (PoppedKeys, False), (Entropy, True)])
+def test_an_item_that_is_no_function_of_its_index_is_told_before_the_first_state(
+    dataset: type[Dataset[Any]], order: bool, workers: int
+) -> None:
+    with midepoch.wrap(DataLoader(dataset(), 4, num_workers=workers, collate_fn=as_it_is), seed=1) as loader:
+        assert loader.capabilities.exact_order and loader.capabilities.exact_augmentations
+        iterator = iter(loader)
+        with pytest.warns(MidepochWarning, match="two reads of sample 0 differ"):
+            next(iterator)
+        assert bool(loader.capabilities.exact_order) is order and not loader.capabilities.exact_augmentations
+        assert "two reads of sample 0" in loader.capabilities.exact_augmentations.reason
+        loader.state_dict()
+        next(iterator)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dataset", [Cached])
+def test_a_dataset_that_keeps_what_it_has_read_is_no_false_alarm(dataset: type[Dataset[Any]]) -> None:
+    loader = midepoch.wrap(DataLoader(dataset(), 4), seed=1)
+    assert len(list(loader)) == 8 and loader.capabilities.exact_augmentations
+
+
+def test_a_copy_of_a_loader_says_what_was_found_in_its_own_passes() -> None:
+    loader = midepoch.wrap(DataLoader(Entropy(), 4, collate_fn=as_it_is), seed=1)
+    twin = copy.copy(loader)
+    with pytest.warns(MidepochWarning, match="two reads of sample 0 differ"):
+        next(iter(twin))
+    assert not twin.capabilities.exact_augmentations and loader.capabilities.exact_augmentations
+
+
+def test_nothing_is_looked_at_where_each_rank_has_data_of_its_own() -> None:
+    loader = make(options={"shard": False})
+    list(loader)
+    assert len(loader.source.dataset.reads) == SIZE and loader.state_dict()["witness"] == ""
+
+
+def test_types_that_cannot_be_compared_are_named() -> None:
+    loader = make(extra="object")
+    next(iter(loader))
+    assert "Nothing" in loader.capabilities.exact_order.reason
+
+
+# --- looks ------------------------------------------------------------------------------------------------------------
+
+
+def text_of(value: Any) -> str:
+    return str(Witness.of(0, 0, summary_of(value)))
+
+
+def compared(one: Any, other: Any) -> str:
+    witness, look = Witness.parse(text_of(one)), summary_of(other)
+    assert witness is not None and not witness.differs(summary_of(one)) and not witness.has_other_bits(summary_of(one))
+    return "another" if witness.differs(look) else "other bits" if witness.has_other_bits(look) else "the same"
+
+
+# Two values of one kind, and what the second is when the first was saved.
+PAIRS: dict[str, tuple[Any, Any, str]] = {
+    "integers": (3, 4, "another"),
+    "large integers": (10**5000, 10**5000 + 1, "another"),
+    "an integer and a boolean": (1, True, "another"),
+    "floats": (0.5, 0.25, "other bits"),
+    "floats of other signs": (0.0, -0.0, "other bits"),
+    "no number": (math.nan, -math.nan, "other bits"),
+    "a float and an integer": (1.0, 1, "another"),
+    "complex numbers": (1j, 2j, "other bits"),
+    "texts": ("a", "b", "another"),
+    "lone surrogates": ("\ud800", "\ud801", "another"),
+    "bytes": (b"a", b"b", "another"),
+    "labels": (np.int64(3), np.int64(4), "another"),
+    "a numpy float": (np.float64(3), np.float64(4), "other bits"),
+    "tokens": (torch.arange(9), torch.arange(1, 10), "another"),
+    "tokens of 32 bits": (np.arange(9, dtype=np.int32), np.arange(1, 10, dtype=np.int32), "another"),
+    "a mask": (torch.tensor([True, False]), torch.tensor([True, True]), "another"),
+    "names": (np.array(["a"]), np.array(["b"]), "another"),
+    "a label of 8 bits": (torch.tensor(3, dtype=torch.uint8), torch.tensor(4, dtype=torch.uint8), "other bits"),
+    "sound of 16 bits": (np.zeros(9, np.int16), np.ones(9, np.int16), "other bits"),
+    "integers with two dimensions": (torch.zeros(2, 2, dtype=torch.int64), torch.eye(2).long(), "other bits"),
+    "a picture": (witness_sources.image_of(0), witness_sources.image_of(1), "other bits"),
+    "floating-point pixels": (torch.zeros(3, 4, 4), torch.ones(3, 4, 4), "other bits"),
+    "half of the precision": (torch.zeros(4).bfloat16(), torch.ones(4).bfloat16(), "other bits"),
+    "shapes": (torch.zeros(3, 4), torch.zeros(4, 3), "another"),
+    "dtypes": (torch.zeros(3), torch.zeros(3).double(), "another"),
+    "a list of floats": ([0.5] * 100, [0.25] * 100, "other bits"),
+    "a list of integers": ([1] * 100, [2] * 100, "another"),
+    "a list of integers beyond 64 bits": ([1 << 80] * 100, [1 << 81] * 100, "another"),
+    "lists of other lengths": ([0.5], [0.5, 0.5], "another"),
+    "a set": ({"a", "b"}, {"a", "c"}, "another"),
+    "keys in another order": ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "the same"),
+    "keys": ({"a": 1}, {"b": 1}, "another"),
+    "a picture beside a label": ((torch.zeros(3, 4, 4), 3), (torch.ones(3, 4, 4), 3), "other bits"),
+    "a label beside a picture": ((torch.zeros(3, 4, 4), 3), (torch.zeros(3, 4, 4), 4), "another"),
+    "the twentieth of many": (list("a" * 20), [*"a" * 19, "b"], "another"),
+    "the thousandth of many": (list("a" * 1000), [*"a" * 999, "b"], "another"),
+    "objects": (Fraction(1, 2), Fraction(1, 3), "another"),
+    "a counter": (Counter({1: 1}), Counter({2: 1}), "another"),
+    "a counter of many": (Counter(range(20)), Counter(range(20, 40)), "another"),
+    "keys that are paths": ({"/data/1.png": 1}, {"/data/2.png": 1}, "another"),
+    "keys behind the first": (dict.fromkeys(range(101), 1), dict.fromkeys([*range(100), 101], 1), "another"),
+    "keys in another order, on another mount": (
+        dict.fromkeys(("/a/1.png", "/a/2.png"), 1), dict.fromkeys(("/b/c/2.png", "/b/c/1.png"), 1), "the same",
+    ),
+    "a large set": (set(range(5000)), set(range(9000, 14_000)), "another"),
+    "the middle of an object array": (
+        np.array(["<s>"] * 50 + ["a"] + ["</s>"] * 50, object), np.array(["<s>"] * 50 + ["b"] + ["</s>"] * 50, object),
+        "another",
+    ),
+    # Texts whose ends are the same after a slash, and which are no paths.
+    "a conversation": ("<s>user: 1 + 1? assistant: 2</s>", "<s>user: 1 + 2? assistant: 3</s>", "another"),
+    "markup": ('{"number": 1, "type": "text/plain"}', '{"number": 2, "type": "text/plain"}', "another"),
+    "a command": ("/imagine 1 cats and/or dogs", "/imagine 2 cats and/or dogs", "another"),
+    "a relative path": ("1/of a row.png", "2/of a row.png", "another"),
+    "a picture as base64": ("/9j/" + "1SkZ/" * 150 + "/2Q==", "/9j/" + "2SkZ/" * 150 + "/2Q==", "another"),
+    # Of a path, only the last component counts: the folders may be the mount.
+    "an address": ("https://example.org/1/full.jpg", "s3://bucket/2/full.jpg", "the same"),
+    "a path": ("/data/1/image.png", "/mnt/job-2/image.png", "the same"),
+    "a path with spaces": ("/data/my pictures/IMG 1.png", "//host/b/IMG 1.png", "the same"),
+    "a path of Windows": ("D:\\data\\1\\image.png", "C:/image.png", "the same"),
+    "a path by its type": (Path("/data/1/x.png"), Path("data/2/x.png"), "the same"),
+    "a path to another file": ("/data/1.png", "/data/2.png", "another"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_what_no_decoder_computes_makes_it_another_sample(kind: str) -> None:
+    one, other, expected = PAIRS[kind]
+    assert compared(one, copy.deepcopy(one)) == "the same" and compared(one, other) == expected
+
+
+def test_parts_that_vary_are_left_out_with_what_they_hold() -> None:
+    def look(read: int, label: int) -> SampleSummary:
+        noise = [0.5 * read] * (1 + read)
+        return summary_of({"boxes": {"left": noise, "right": noise}, "label": label, "read": read})
+
+    left_out = frozenset(look(0, 7).differing(look(1, 7)))
+    assert "['label']" not in left_out and {"['read']", "['boxes']['left']"} <= left_out
+    witness = Witness.parse(str(Witness.of(0, 0, look(2, 7), left_out)))
+    assert witness is not None and witness.differs(look(3, 8)) == ("['label']",)
+    assert not witness.differs(look(5, 7)) and not witness.has_other_bits(look(5, 7))
+
+
+def test_where_many_parts_vary_all_is_left_out() -> None:
+    looks = [summary_of({"label": read, **{str(key): read for key in range(6)}}) for read in range(3)]
+    witness = Witness.of(0, 0, looks[0], frozenset(looks[0].differing(looks[1])))
+    assert len(witness.left_out) == 1 and not witness.differs(looks[2]) and not witness.has_other_bits(looks[2])
+
+
+def agree_on(device: str) -> None:
+    """Fail unless a device's tensors are seen as those of the CPU are, and told apart."""
+    for each in (torch.arange(9.0), torch.arange(9.0).bfloat16(), torch.arange(6).reshape(2, 3)):
+        assert summary_of(each.to(device)) == summary_of(each)
+        assert summary_of(each.to(device)).differing(summary_of((each + 1).to(device)))
+    large = torch.arange(100_000.0)
+    assert checksum_of(large.to(device)) == checksum_of(large) != checksum_of((large + 1).to(device))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_content_on_a_gpu_is_seen() -> None:
+    agree_on("cuda")
+
+
+def test_content_on_a_device_is_seen() -> None:
+    """That of torch's lazy tensors, which compute on any machine."""
+    pytest.importorskip("torch._lazy.ts_backend", reason="this torch has no lazy tensors")
+    code = "import sys; sys.path.append(sys.argv[1])\n"
+    code += "import torch._lazy.ts_backend as lazy, test_witness; lazy.init(); test_witness.agree_on('lazy')"
+    subprocess.run([sys.executable, "-c", code, str(TESTS)], check=True, cwd=Path(__file__).parent)
+
+
+def test_a_look_says_the_same_in_another_process() -> None:
+    # A witness is compared by other versions and on other machines, so what it says must never change.
+    assert text_of(golden()) == GOLDEN
+
+
+def golden() -> dict[str, Any]:
+    return {"image": witness_sources.image_of(0), "x": [1, 2.5, None, "a/b.txt", b"12"], "t": torch.arange(6.0)}
+
+
+GOLDEN = "0/0/38bfc32c/f906ffefde48c7ad3d775e95dd82d81c1fbe/"
+
+
+def endless() -> Iterator[Any]:
+    value: list[Any] = []
+    value.append(value)
+    yield value
+    yield {"a": np.array([object(), value], dtype=object)}
+    yield torch.empty(0)
+    yield np.array([np.nan, np.inf, -np.inf])
+    yield [[]] * 1000
+    yield list(range(100_000))
+    yield torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    yield torch.eye(4).to_sparse()
+    yield torch.ones(4, device="meta")
+    yield np.array(["a", "bc"])
+    yield {1, 2, "x"}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_any_value_can_be_looked_at() -> None:
+    for value in endless():
+        text = text_of(value)
+        witness = Witness.parse(text)
+        assert len(text) <= LONGEST and witness is not None
+        assert not witness.differs(summary_of(value)) and not witness.has_other_bits(summary_of(value))
+
+
+class _Rich(Dataset[Any]):
+    """As many samples as there can be, of eight parts."""
+
+    def __len__(self) -> int:
+        return 10**15
+
+    def __getitem__(self, index: int) -> Any:
+        return {f"part {number}": torch.full((64,), index * 1.2345e-7 + number) for number in range(8)}
+
+
+@pytest.mark.parametrize("fingerprint", [None, "x" * 64])
+def test_the_largest_numbers_fit_into_a_state_of_512_bytes(fingerprint: str | None) -> None:
+    world = midepoch.World(16383, 16384)
+    source = DataLoader(_Rich(), batch_size=4096, shuffle=True)
+    loader = midepoch.wrap(source, seed=2**64 - 1, world=world, fingerprint=fingerprint)
+    loader.seek(epoch=10**7, position=4096 * 16384 * 7_000_000)
+    next(iter(loader))
+    state = loader.state_dict()
+    assert len(state["witness"].split("/")[3]) == 9 * 4  # the sample, and its eight parts
+    assert len(json.dumps(state)) <= 512
+    again = midepoch.wrap(source, world=world, fingerprint=fingerprint)
+    again.load_state_dict(state)
+    next(iter(again))

@@ -1,0 +1,569 @@
+"""The saved state: what it holds, what is refused and by which name, and that it goes through every usual format."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import copy
+import decimal
+import functools
+import io
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+import zlib
+from collections import OrderedDict, UserDict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils.data import DataLoader, WeightedRandomSampler
+
+import midepoch
+from midepoch import StateCorruptError, StateError, StateMismatchError, StateVersionError
+from midepoch.loader.loader import Loader
+from midepoch.state import codec
+from midepoch.state.codec import decode, encode
+from midepoch.state.digest import checksum_of
+from support import sources
+
+KEYS = [
+    "version", "adapter", "epoch", "position", "seed", "size", "world_size", "batch_size", "fingerprint", "detail",
+    "witness", "changed", "omit", "checksum",
+]  # fmt: skip
+
+
+def make_loader(size: int = 22, **keywords: Any) -> Loader:
+    return midepoch.wrap(sources.noisy_loader(size), **{"seed": 5, **keywords})
+
+
+def listed() -> Loader:
+    sampler = WeightedRandomSampler([0.1 + index for index in range(22)], 22)
+    return midepoch.wrap(DataLoader(sources.Noisy(22), batch_size=4, sampler=sampler), seed=5)
+
+
+MAKERS: dict[str, Callable[[], Loader]] = {
+    "dataloader": make_loader,
+    "longest seed and fingerprint": functools.partial(make_loader, seed=(1 << 64) - 1, fingerprint="f" * 64),
+    "listed": listed,
+    "batch sampler": lambda: midepoch.wrap(DataLoader(sources.Noisy(22), batch_sampler=sources.Buckets(22)), seed=5),
+    "driven": lambda: midepoch.wrap(sources.Exposing(22), seed=5),
+    "driven in a DataLoader": lambda: midepoch.wrap(DataLoader(sources.Exposing(22), batch_size=4), seed=5),
+    "two samplers": lambda: midepoch.wrap(sources.Pairs(22), seed=5),
+    "stream": lambda: midepoch.wrap(DataLoader(sources.Stream(22), batch_size=4), seed=5),
+    "stream of its own": lambda: midepoch.wrap(DataLoader(sources.Stream(22), batch_size=4), seed=5, shard=False),
+    "generator function": lambda: midepoch.wrap(sources.numbers, seed=5),
+    "re-iterable": lambda: midepoch.wrap(sources.Restartable(9), seed=5),
+    "list": lambda: midepoch.wrap([10, 20, 30, 40, 50], seed=5),
+    "state of its own": lambda: midepoch.wrap(sources.Counter(6)),
+}
+
+maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+# --- what it holds ---
+
+
+@maker
+@pytest.mark.parametrize("batches", [0, 1, 3])
+def test_the_keys_are_fixed_and_the_state_is_small(make: Callable[[], Loader], batches: int) -> None:
+    with make() as loader:
+        sources.taken(loader, batches)
+        state = loader.state_dict()
+    assert list(state) == KEYS
+    assert all(type(value) in (int, str, type(None)) for value in state.values())
+    assert len(json.dumps(state)) <= 512
+    assert (state["version"], state["epoch"], state["adapter"]) == (1, 0, loader.state_dict()["adapter"])
+
+
+@maker
+def test_a_state_survives_every_usual_format(make: Callable[[], Loader]) -> None:
+    with make() as loader:
+        sources.taken(loader, 2)
+        state = loader.state_dict()
+        rest = sources.quiet_resume(make, state)
+    buffer = io.BytesIO()
+    torch.save({"data": state, "model": torch.zeros(3)}, buffer)
+    buffer.seek(0)
+    arrivals: list[Any] = [
+        json.loads(json.dumps(state)),
+        torch.load(buffer, weights_only=True)["data"],
+        dict(reversed(state.items())),
+        OrderedDict(state),
+        UserDict(state),
+    ]
+    for arrived in arrivals:
+        assert sources.quiet_resume(make, arrived) == rest
+    assert rest
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")  # of one process, which torch 2.6 cannot be told
+@maker
+@pytest.mark.parametrize("batches", [0, 2])
+def test_distributed_checkpoint_loads_into_a_fresh_loader(
+    make: Callable[[], Loader], batches: int, tmp_path: Path
+) -> None:
+    """It asks the fresh object for its keys, so they must be there before the first batch."""
+    with make() as loader:
+        sources.taken(loader, batches)
+        save({"data": loader}, checkpoint_id=tmp_path)
+        state = loader.state_dict()
+    with make() as fresh:
+        fresh.state_dict()
+        load({"data": fresh}, checkpoint_id=tmp_path)
+        assert fresh.state_dict() == state
+        assert (fresh.epoch, fresh.position) == (loader.epoch, loader.position)
+
+
+def test_a_state_never_changes_later_and_loading_leaves_it_alone() -> None:
+    loader = make_loader()
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    kept = copy.deepcopy(state)
+    next(batches)
+    assert state == kept
+    loader.load_state_dict(state)
+    loader.state_dict()["position"] = 99
+    assert loader.state_dict() == kept
+    next(batches)
+    assert state == kept
+
+
+# --- what is refused ---
+
+
+def assert_refused(loader: Loader, state: Any, kind: type[StateError], *named: object) -> None:
+    """The right error, its message naming all of `named`; the loader goes on as it was."""
+    batches = iter(loader)
+    next(batches)
+    before, expected = loader.state_dict(), sources.resumed(make_loader, loader.state_dict())
+    with pytest.raises(StateError) as caught:
+        loader.load_state_dict(state)
+    assert type(caught.value) is kind or kind is StateError, caught.value
+    message = str(caught.value)
+    for each in named:
+        assert str(each) in message, message
+    assert ":" in message or ";" in message, f"no cure in {message!r}"
+    assert loader.state_dict() == before
+    assert [sources.plain(batch) for batch in batches] == expected
+
+
+def state_with(**changes: Any) -> dict[str, Any]:
+    """A state from the middle of an epoch, edited and resealed."""
+    loader = make_loader()
+    sources.taken(loader, 2)
+    return midepoch.reseal({**loader.state_dict(), **changes})
+
+
+HUGE = 10**30
+ENDLESS = 10**5000  # more digits than Python turns into text
+
+
+@pytest.mark.parametrize(
+    "version", [0, 2, HUGE, -1, ENDLESS], ids=lambda value: f"{value:.3e}" if value < 1e9 else "huge"
+)
+def test_another_version_is_refused(version: int) -> None:
+    state = {**state_with(), "version": version}
+    assert_refused(make_loader(), state, StateVersionError, "reads version 1")
+    # A later format may have other keys, and is still named.
+    assert_refused(make_loader(), {"version": version, "cursor": 3}, StateVersionError)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_missing_key_is_named(key: str) -> None:
+    state = state_with()
+    del state[key]
+    assert_refused(make_loader(), state, StateCorruptError, key)
+
+
+def test_an_unknown_key_is_named() -> None:
+    assert_refused(make_loader(), {**state_with(), "positoin": 8}, StateCorruptError, "positoin")
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key != "version"])
+def test_a_change_without_resealing_is_damage(key: str) -> None:
+    state = state_with()
+    state[key] = state[key] + 1 if isinstance(state[key], int) else state[key][:-1] + "!"
+    assert_refused(make_loader(), state, StateCorruptError, "damaged" if key != "checksum" else "checksum")
+
+
+NONSENSE: list[Any] = [
+    None, -1, HUGE, -HUGE, ENDLESS, -ENDLESS, float("nan"), float("inf"), 1.5, 8.0, True, "8", "", "x" * 5000, [], [8],
+    {}, {"a": 1}, (8,), b"8", np.int64(8), torch.tensor(8), object(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key not in ("checksum", "detail")])
+@pytest.mark.parametrize(
+    "value",
+    NONSENSE,
+    ids=lambda value: (
+        f"{type(value).__name__} {value!r:.9}" if not isinstance(value, int) else f"int {len(bin(value))}"
+    ),
+)
+def test_resealed_nonsense_is_refused(key: str, value: Any) -> None:
+    if (key, value) in (("witness", ""), ("changed", ""), ("omit", ""), ("size", None)):
+        pytest.skip("a state without it")
+    state = {**state_with(), key: value}
+    # What JSON cannot hold is refused with its old checksum, too.
+    with contextlib.suppress(StateCorruptError):
+        state = midepoch.reseal(state)
+    kind: type[StateError] = StateCorruptError
+    if key == "version" and type(value) is int:
+        kind = StateVersionError
+    elif (key == "adapter" and value == "8") or (key == "size" and value is None):
+        kind = StateMismatchError
+    elif key == "fingerprint" and isinstance(value, str):
+        kind = StateError
+    assert_refused(
+        make_loader(), state, kind, *([] if type(value) is int else [key]) if kind is StateCorruptError else []
+    )
+
+
+@pytest.mark.parametrize("position", [23, 10**18])
+def test_a_position_beyond_the_size_is_refused(position: int) -> None:
+    assert_refused(make_loader(), state_with(position=position), StateCorruptError, position, 22)
+
+
+@pytest.mark.parametrize("detail", ["x", "crc=00000000", "draws=1", "{}", "workers=0;chain=", "\udc80"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_resealed_detail_is_checked(name: str, detail: str) -> None:
+    """Any detail that is not one of this source is refused at the load, or is exactly what the state would have."""
+    make = MAKERS[name]
+    with make() as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        if state["detail"].startswith(detail) and detail != "{}":
+            return
+        with pytest.raises(StateError):
+            loader.load_state_dict(midepoch.reseal({**state, "detail": detail}))
+        assert loader.state_dict() == state
+
+
+@pytest.mark.parametrize("fingerprint", ["", "{", "[]", "null", '{"order":1}', "[" * 4000, '{"order":"shuffled"} '])
+def test_a_fingerprint_that_is_none_is_refused(fingerprint: str) -> None:
+    with pytest.raises(StateError):
+        make_loader().load_state_dict(state_with(fingerprint=fingerprint))
+
+
+def test_what_differs_is_named_with_both_values() -> None:
+    other = midepoch.wrap(DataLoader(sources.Noisy(22), batch_size=4), seed=5)
+    cases: list[tuple[Loader, dict[str, Any], list[object]]] = [
+        (make_loader(), make_loader(seed=6).state_dict(), ["seed", 5, 6]),
+        (make_loader(), make_loader(21).state_dict(), ["size", 22, 21]),
+        (make_loader(), make_loader(23).state_dict(), ["size", 22, 23]),
+        (make_loader(), other.state_dict(), ["order", "shuffled", "sequential"]),
+        (make_loader(), midepoch.wrap([1, 2, 3], seed=5).state_dict(), ["adapter", "sequence", "dataloader"]),
+        (make_loader(), make_loader(fingerprint="train-2").state_dict(), ["fingerprint", "train-2", "none"]),
+        (make_loader(), MAKERS["batch sampler"]().state_dict(), ["listed", "shuffled"]),
+    ]
+    for loader, state, named in cases:
+        assert_refused(loader, state, StateMismatchError, *named)
+
+
+def test_a_seed_that_was_not_stated_gives_way() -> None:
+    state = state_with()
+    loader = midepoch.wrap(sources.noisy_loader())
+    loader.load_state_dict(state)
+    assert sources.taken(loader) == sources.resumed(make_loader, state)
+    # ... and stays for the epochs to come
+    whole = make_loader()
+    sources.taken(whole)
+    assert sources.taken(loader) == sources.taken(whole)
+
+
+def test_what_need_not_fit_does_not_matter() -> None:
+    """World size, batch size, workers, tail and randomness inform; where the order is ours they may change."""
+    state = state_with(world_size=7, batch_size=5)
+    expected = [sample[0] for batch in sources.resumed(make_loader, state) for sample in batch]
+    for loader in (
+        midepoch.wrap(sources.noisy_loader(batch_size=3), seed=5, tail="drop"),
+        midepoch.wrap(sources.noisy_loader(num_workers=1), seed=5, randomness="none"),
+    ):
+        with loader:
+            loader.load_state_dict(state)
+            assert [sample[0] for batch in sources.taken(loader) for sample in batch] == expected
+
+
+def test_resealing_refuses_what_no_state_holds() -> None:
+    for state in (None, {}, {**state_with(), "position": object()}, {**state_with(), "position": {1, 2}}):
+        with pytest.raises(StateCorruptError):
+            midepoch.reseal(state)  # type: ignore[arg-type]
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(StateCorruptError):
+        midepoch.reseal({**state_with(), "detail": nested})
+
+
+def test_resealing_leaves_its_argument_alone() -> None:
+    state = {**state_with(), "position": 0}
+    kept = dict(state)
+    sealed = midepoch.reseal(state)
+    assert state == kept
+    assert sealed != state
+    loader = make_loader()
+    loader.load_state_dict(sealed)
+    assert sources.taken(loader) == sources.taken(make_loader())
+
+
+# --- a source's own state as text ---
+
+
+OWN_STATES: list[Any] = [
+    None, True, 0, -(10**40), 1.5, float("inf"), "", "Zoë \udc80", b"", b"\x00\xff", [], {}, (), set(),
+    {"a": [1, (2, {3, 4}), {"b": None}], 5: "five", (1, 2): b"x", "__midepoch__": "tensor"},
+    frozenset({("a", 1), ("b", 2)}),
+    random.Random(3).getstate(),
+    torch.arange(6).reshape(2, 3), torch.zeros(0), torch.zeros(2, 0, 3), torch.tensor(3.5), torch.tensor([True]),
+    torch.tensor([1 + 2j]), torch.zeros(2, dtype=torch.float16), torch.get_rng_state(), torch.arange(10)[::3],
+    np.arange(6).reshape(2, 3).T, np.zeros(0), np.float32(1.5), np.int64(3), np.bool_(True), np.array(7, dtype=">i4"),
+    np.random.RandomState(0).get_state(legacy=False), np.random.default_rng(0).bit_generator.state,
+]  # fmt: skip
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal in type, shape and value."""
+    if isinstance(left, torch.Tensor):
+        return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, np.ndarray):
+        return isinstance(right, np.ndarray) and left.dtype == right.dtype and np.array_equal(left, right)
+    if isinstance(left, dict):
+        return (
+            isinstance(right, dict)
+            and list(left) == list(right)
+            and all(same(value, right[key]) for key, value in left.items())
+        )
+    if isinstance(left, list | tuple):
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    return type(left) is type(right) and bool(left == right)
+
+
+@pytest.mark.parametrize("value", OWN_STATES, ids=lambda value: type(value).__name__)
+def test_what_is_encoded_decodes_to_the_same(value: Any) -> None:
+    text = encode(value)
+    assert text.isascii()
+    assert text.isprintable()
+    assert same(decode(text), value)
+
+
+class Opaque:
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(Opaque(), {"a": [Opaque()]}, np.array([Opaque()]), torch.zeros(2, dtype=torch.bfloat16), range(3), Opaque),
+        *(torch.zeros(2, dtype=torch.float8_e4m3fn), torch.eye(2).to_sparse(), torch.zeros(2, device="meta")),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_only_pickle_could_save_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(StateError, match="cannot be saved without pickle"):
+        encode(value)
+
+
+def test_a_state_that_holds_itself_is_refused() -> None:
+    value: list[Any] = []
+    value.append({"inner": value})
+    with pytest.raises(StateError, match="holds itself"):
+        encode(value)
+
+
+def test_what_could_not_be_decoded_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "_MOST_ITEMS", 100)
+    for fits in (list(range(100)), {"text": 'a, "[{, \\' * 9}, np.arange(200), ["\\", '"', ","] * 10):
+        assert same(decode(encode(fits)), fits)
+    for parts in (list(range(101)), [[0]] * 60, {str(number): "," for number in range(101)}):
+        with pytest.raises(StateError, match=r"has more than 100 parts, .*: let its state_dict\(\) return long lists"):
+            encode(parts)
+        with pytest.raises(StateCorruptError, match="has more than 100 parts"):
+            decode(as_text(json.dumps(parts).encode()))
+    monkeypatch.setattr(codec, "_LARGEST_TEXT", 100)
+    with pytest.raises(StateError, match="as text, so it could not be loaded"):
+        encode("x" * 101)
+
+
+def as_text(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data)).decode()
+
+
+def tagged(**content: Any) -> str:
+    return as_text(json.dumps({"__midepoch__": content.pop("kind"), **content}).encode())
+
+
+# Large ones are made by the process that tests them, not by each that collects.
+HOSTILE: dict[str, str | Callable[[], str]] = {
+    "empty": "",
+    "no base64": "%%%",
+    "not ascii": "é",
+    "no zlib": base64.b64encode(b"nonsense").decode(),
+    "truncated": encode(list(range(1000)))[:40],
+    "no json": as_text(b"{"),
+    "pickle": base64.b64encode(pickle.dumps([1])).decode(),
+    "deep": lambda: as_text(b"[" * 10_000_000 + b"]" * 10_000_000),
+    "deep tags": lambda: as_text(b'{"__midepoch__":"tuple","items":[' * 100_000 + b"]}" * 100_000),
+    "bomb": lambda: as_text(b"1" + b" " * (300 << 20)),
+    "endless integer": lambda: as_text(b"9" * 100_000),
+    "unknown tag": tagged(kind="os.system", data=""),
+    "tag of another type": tagged(kind=[1], data=""),
+    "no items": tagged(kind="tuple"),
+    "items that are none": tagged(kind="tuple", items=3),
+    "unhashable": tagged(kind="set", items=[[1]]),
+    "unhashable key": tagged(kind="dict", items=[[[1], 2]]),
+    "three in a pair": tagged(kind="dict", items=[[1, 2, 3]]),
+    "object array": tagged(kind="array", dtype="|O", shape=[1], data="AAAAAAAAAAA="),
+    "void array": tagged(kind="array", dtype="V8", shape=[1], data="AAAAAAAAAAA="),
+    "no dtype": tagged(kind="array", dtype="nonsense", shape=[1], data=""),
+    "dtype of code": tagged(kind="array", dtype="__import__('os')", shape=[1], data=""),
+    "dtype of commas": tagged(kind="array", dtype="i4,i4,(2,{", shape=[1], data=""),
+    "dtype of half a pair": tagged(kind="array", dtype="(2,i4", shape=[1], data=""),
+    "lists behind a text that does not end": lambda: as_text(b"[" + b"0," * 3_000_000 + b'"' + b"\\\\\\\"" * 100),
+    "texts that take all memory": lambda: as_text(b"[" + b'"",' * 3_000_000 + b"0]"),
+    "lists that take all memory": lambda: as_text(b"[" + b"[0]," * 3_000_000 + b"0]"),
+    "dtype of a list": tagged(kind="array", dtype=[["a", "i4"]], shape=[1], data="AAAAAA=="),
+    "huge shape": tagged(kind="array", dtype="<i8", shape=[10**30], data="AAAAAAAAAAA="),
+    "negative shape": tagged(kind="array", dtype="<i8", shape=[-5, -5], data="AAAAAAAAAAA="),
+    "shape of text": tagged(kind="array", dtype="<i8", shape="a", data="AAAAAAAAAAA="),
+    "torn data": tagged(kind="array", dtype="<i8", shape=[1], data="AAAA"),
+    "unpadded data": tagged(kind="bytes", data="A"),
+    "foreign endianness": tagged(kind="tensor", dtype=">i8", shape=[1], data="AAAAAAAAAAA="),
+    "long double tensor": tagged(kind="tensor", dtype="<f16", shape=[1], data="A" * 21 + "A=="),
+}
+
+
+def test_other_keys_are_named_whatever_they_are() -> None:
+    """Some have no text that Python is able, or allowed, to make."""
+    deep: Any = ()
+    for _ in range(3000):
+        deep = (deep,)
+    loader = midepoch.wrap(sources.noisy_loader(12), seed=1)
+    keys: list[Any] = ["other", "x" * 10**6, 10**5000, deep, 1.5, None, b"epoch"]
+    for key in keys:
+        with pytest.raises(StateCorruptError, match="has unknown keys") as raised:
+            loader.load_state_dict({**loader.state_dict(), key: 1})
+        assert len(str(raised.value)) < 400
+
+
+def test_a_part_of_a_fingerprint_that_a_terminal_would_obey_is_escaped() -> None:
+    loader = midepoch.wrap(sources.noisy_loader(12), seed=1)
+    state = loader.state_dict()
+    parts = {"\x1b[2J": "y" * 300, **json.loads(state["fingerprint"])}
+    with pytest.raises(StateMismatchError) as raised:
+        loader.load_state_dict(midepoch.reseal({**state, "fingerprint": json.dumps(parts)}))
+    assert "\x1b" not in str(raised.value) and len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_text_is_refused(text: str | Callable[[], str]) -> None:
+    hostile = text if isinstance(text, str) else text()
+    with pytest.raises(StateCorruptError):
+        decode(hostile)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.sampled_from(["tensor", "dict", "<i4"]),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["__midepoch__", "dtype", "shape", "data", "items", "a"]), inner, max_size=5
+            )
+        ),
+        max_leaves=12,
+    )
+)
+def test_any_json_decodes_or_is_refused(value: Any) -> None:
+    try:
+        decode(as_text(json.dumps(value).encode()))
+    except StateCorruptError:
+        return
+
+
+def test_digests_tell_what_is_close() -> None:
+    values: list[Any] = [
+        None, 0, 0.0, False, "0", b"0", [0], (0,), {0: 0}, [None], [[]], [], {}, torch.zeros(1), torch.zeros(1, 1),
+        torch.zeros(1, dtype=torch.int64), np.zeros(1), np.float64(0), torch.ones(1), [0, 0], [[0], 0], {"a": 1},
+        {"b": 1}, {"a": 2}, "a" * 10, "a" * 11, torch.zeros(100_000), torch.zeros(100_001),
+    ]  # fmt: skip
+    digests = [checksum_of(value) for value in values]
+    assert len(set(digests)) == len(values)
+    assert digests == [checksum_of(copy.deepcopy(value)) for value in values]
+    assert checksum_of(torch.arange(6).reshape(2, 3).T) == checksum_of(torch.arange(6).reshape(2, 3).T.contiguous())
+
+
+class _Slotted:
+    __slots__ = ("content",)
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+def _unlike() -> dict[str, tuple[Any, Any]]:
+    """By kind: two values that differ in content alone."""
+    zeros, ones = torch.zeros(4, 4), torch.eye(4)
+    nested = [torch.nested.nested_tensor([each, each[1:]]) for each in (zeros, ones)]
+    jagged = [torch.nested.nested_tensor([each[0], each[1]], layout=torch.jagged) for each in (zeros, ones)]
+    quantized = [torch.quantize_per_tensor(each, 0.1, 0, torch.qint8) for each in (zeros, ones)]
+    images = [PIL.Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
+    return {
+        "bfloat16": (zeros.bfloat16(), ones.bfloat16()),
+        "float8": (zeros.to(torch.float8_e4m3fn), ones.to(torch.float8_e4m3fn)),
+        "sparse": (ones.to_sparse(), (2 * ones).to_sparse()),
+        "sparse rows": (ones.to_sparse_csr(), (2 * ones).to_sparse_csr()),
+        "nested": (nested[0], nested[1]),
+        "jagged": (jagged[0], jagged[1]),
+        "quantized": (quantized[0], quantized[1]),
+        "image": (images[0], images[1]),
+        "decimal": (decimal.Decimal(1), decimal.Decimal(2)),
+        "set": ({1, 2}, {1, 3}),
+        "large set": (set(range(100)), set(range(1, 101))),
+        "set of sets": ({frozenset("ab")}, {frozenset("ac")}),
+        "path": (Path("a"), Path("b")),
+        "deque": (deque([1]), deque([2])),
+        "slots": (_Slotted(zeros.bfloat16()), _Slotted(ones.bfloat16())),
+        "in a batch": ({"a": [zeros.bfloat16()]}, {"a": [ones.bfloat16()]}),
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_digests_see_values_of_all_kinds() -> None:
+    again = _unlike()
+    for kind, (one, other) in _unlike().items():
+        unseen: dict[str, None] = {}
+        assert checksum_of(one, unseen) == checksum_of(again[kind][0]) != checksum_of(other, unseen), kind
+        assert not unseen, kind
+
+
+def test_a_digest_names_what_it_cannot_see() -> None:
+    unseen: dict[str, None] = {}
+    assert checksum_of([1, object(), {"a": print}], unseen) == checksum_of([1, object(), {"a": len}])
+    assert list(unseen) == ["object", "builtin_function_or_method"]
+
+
+def test_a_digest_of_a_set_is_the_same_in_another_process() -> None:
+    made = "[{'a', 'b', ('c', frozenset('de'))}, set(map(str, range(99)))]"
+    code = f"import sys; from midepoch.state.digest import checksum_of; print(checksum_of({made}))"
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}  # that of this process is drawn
+    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True, text=True)
+    assert told.stdout.strip() == str(checksum_of(eval(made)))
+
+
+def test_digests_see_tables() -> None:
+    pyarrow: Any = pytest.importorskip("pyarrow", reason="needs the extra datasets")
+    assert checksum_of(pyarrow.table({"a": [1]})) != checksum_of(pyarrow.table({"a": [2]}))

@@ -1,0 +1,201 @@
+"""The path of a batch is hot: how many calls of Python functions midepoch makes in it."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import midepoch
+from support import sources, wild_sources
+
+OWN = str(Path(midepoch.__file__).parent)
+
+
+class Numbers(Dataset[int]):
+    """Draws nothing."""
+
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.fixture(autouse=True)
+def no_second_number() -> None:
+    """Half of a pair of normal numbers, which a test before may have left with numpy, takes a call to be kept."""
+    np.random.seed(0)
+
+
+def calls_of(action: Any) -> Counter[str]:
+    """Calls into midepoch's own files, by function."""
+    counted: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(OWN):
+            counted[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
+
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+def test_a_steady_batch_takes_few_calls() -> None:
+    cases: tuple[tuple[Literal["off", "sample"], int], ...] = (("off", 116), ("sample", 168))
+    for verify, most in cases:
+        loader = midepoch.wrap(DataLoader(Numbers(), batch_size=4, shuffle=True), seed=1, verify=verify)
+        batches = iter(loader)
+        first = calls_of(lambda: next(batches))  # noqa: B023  # called at once
+        for _ in range(10):
+            next(batches)
+        steady = [calls_of(lambda: next(batches)) for _ in range(50)]  # noqa: B023
+        mean = sum(map(Counter.total, steady)) / len(steady)
+        assert mean < 12.5, steady[0]
+        # Commits, worlds that change and global batches of several steps cost a loader without them nothing.
+        rules = {"progress.py:__next__": 1}
+        files = ("progress.py", "reading.py", "loader.py", "world.py")
+        for each in steady:
+            assert {name: count for name, count in each.items() if name.startswith(files)} == rules
+        # The summary of what the user's objects hold has a bound of its own, in time: test_summary.
+        walk = sum(count for name, count in first.items() if name.startswith(("summary.py", "loop_changes.py")))
+        assert first.total() - walk <= most, first
+
+
+def test_what_the_next_batch_follows_from_is_few_attributes() -> None:
+    """Each has one meaning; what they refer to are values, or what says how to read. So no object is a bag of them."""
+    loader = midepoch.wrap(DataLoader(Numbers(), batch_size=4), seed=1)
+    for _ in loader.epochs(1):
+        next(iter(loader))
+        progress = loader._progress
+        counted = [len(vars(each)) for each in (progress, progress.reading, progress.body)]
+        assert sum(counted) <= 30, counted
+
+
+@pytest.mark.parametrize(("in_flight", "most"), [(0, 1), (2, 18)])
+def test_a_step_at_which_nothing_is_due_is_one_call(tmp_path: Path, in_flight: int, most: int) -> None:
+    """It calls nothing, of C's neither, in a body of `epochs`, with `every` and with signals.
+
+    Where something reads ahead, it looks at each loader's pass.
+    """
+    loader = midepoch.wrap(DataLoader(Numbers(), batch_size=4), seed=1)
+    with midepoch.Snapshot(tmp_path / "snapshot.pt", every=900, data=loader) as snapshot:
+        for _ in snapshot.epochs(1):
+            for _ in loader:
+                counted = every_call_of(lambda: snapshot.step(in_flight))
+                if snapshot.steps in (1, 900):
+                    assert counted["_act"] == 1 and sum(counted.values()) > 5, "it looks whether something is due"
+                else:
+                    assert counted["step"] >= 1 and sum(counted.values()) <= most, counted
+    assert snapshot.steps == 1000
+
+
+def every_call_of(action: Callable[[], object]) -> Counter[str]:
+    """Python's functions and C's, by name, without the action itself."""
+    counted: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_call"):
+            counted[frame.f_code.co_name if event == "call" else argument.__name__] += 1
+
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return counted - Counter({action.__name__: 1, "setprofile": 1})
+
+
+DRAWS: dict[str, Callable[[], object]] = {
+    "nothing": lambda: None,
+    "python": random.random,
+    "numpy": np.random.rand,
+    "torch": lambda: torch.rand(()),
+}
+
+
+@pytest.mark.parametrize("drawn", DRAWS)
+def test_then_adds_few_calls_to_a_steady_batch(drawn: str) -> None:
+    """What seeding takes is the generators' own, in C."""
+    draw = DRAWS[drawn]
+
+    def then(batch: Any) -> Any:
+        draw()
+        return batch
+
+    def steady(**options: Any) -> Counter[str]:
+        loader = midepoch.wrap(DataLoader(Numbers(), batch_size=4, shuffle=True), seed=1, **options)
+        batches = iter(loader)
+        for _ in range(10):
+            next(batches)
+        return calls_of(lambda: [next(batches) for _ in range(50)])
+
+    more = steady(then=then)
+    more.subtract(steady())
+    added = {name: count / 50 for name, count in more.items() if count}
+    assert added["whole_batches.py:take"] == 1
+    # Keys are made for 64 batches at once.
+    assert not {name for name in added if name.startswith("keys.py")}, added
+    assert sum(added.values()) <= (10 if drawn == "nothing" else 12), added
+
+
+@pytest.mark.parametrize("kind", ["indexed", "streamed"])
+def test_a_steady_batch_of_shards_takes_few_calls(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
+    from support import webdataset_sources
+
+    monkeypatch.setenv("MIDEPOCH_CACHE", str(tmp_path / "cache"))
+    urls = webdataset_sources.make_shards(tmp_path / "shards", [100] * 4)
+    shards = urls if kind == "indexed" else webdataset_sources.compress(urls)
+    dataset = wds.WebDataset(shards, shardshuffle=9).shuffle(50).batched(4, collation_fn=list)
+    batches = iter(midepoch.wrap(dataset, seed=1))
+    for _ in range(10):
+        next(batches)
+    mean = calls_of(lambda: [next(batches) for _ in range(50)]).total() / 50
+    # Most of them read a sample's files.
+    assert mean <= {"indexed": 245, "streamed": 390}[kind]
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "shuffled": sources.noisy_loader,
+    "with workers": lambda: sources.noisy_loader(num_workers=2, persistent_workers=True),
+    "a sampler of somebody's": lambda: DataLoader(sources.Noisy(22), 4, sampler=sources.EverySecond(22)),
+    "a batch sampler": lambda: DataLoader(sources.Noisy(22), batch_sampler=sources.Buckets(22)),
+    "a sampler without an end": lambda: DataLoader(sources.Noisy(22), 4, sampler=wild_sources.TrainingSampler(22)),
+    "a wrapper": lambda: wild_sources.OneAhead(sources.noisy_loader(num_workers=2)),
+    "exposed samplers": lambda: sources.Exposing(22),
+    "exposed samplers in a loader": lambda: DataLoader(sources.Pairs(22), 4),
+    "StatefulIterable": lambda: sources.Inheriting(22),
+    "a stream": lambda: DataLoader(sources.Stream(22), 4),
+    "a generator function": lambda: sources.numbers,
+    "a re-iterable": lambda: sources.Restartable(10),
+    "a list": lambda: [1, 2, 3],
+    "a state of its own": sources.Counter,
+    "a million samples": lambda: DataLoader(sources.Noisy(1_000_000), 4, shuffle=True),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_wrapping_takes_fifty_milliseconds_at_most_and_starts_no_thread(name: str) -> None:
+    made = [SOURCES[name]() for _ in range(3)]
+    before = threading.enumerate()
+    took = []
+    for source in made:
+        since = time.perf_counter()
+        midepoch.wrap(source, seed=3)
+        took.append(time.perf_counter() - since)
+    assert min(took) < 0.05
+    assert threading.enumerate() == before

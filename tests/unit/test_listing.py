@@ -1,0 +1,559 @@
+"""Samplers whose indices are listed when a pass begins: what a plain pass would show, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+)
+
+import midepoch
+from midepoch import MidepochError, StateMismatchError, UnsupportedSourceError, World
+from midepoch.order import Endless, Shuffled
+from midepoch.state.parts import join_states
+from support import sources
+
+SIZE = 24
+METHODS: dict[str, dict[str, Any]] = {
+    "here": {},
+    "fork": {"num_workers": 1, "multiprocessing_context": "fork"},
+    "spawn": {"num_workers": 1, "multiprocessing_context": "spawn"},
+}
+
+
+# --- a sampler that raises an error of its own ------------------------------------------------------------------------
+
+
+class ExhaustedError(Exception):
+    """Of a sampler of the user's."""
+
+
+class Ends(Sampler[int]):
+    """Ends by an error, after so many indices."""
+
+    def __init__(self, count: int, at_once: bool = False) -> None:
+        self.count, self.at_once = count, at_once
+
+    def __iter__(self) -> Iterator[int]:
+        if self.at_once:
+            raise ExhaustedError("asked for an iterator")
+        return self.indices()
+
+    def indices(self) -> Iterator[int]:
+        yield from random.sample(range(SIZE), self.count)
+        raise ExhaustedError("all seen")
+
+
+class EndsInBatches(Ends):
+    """The same, of batches."""
+
+    def indices(self) -> Iterator[Any]:
+        yield from BatchSampler(SequentialSampler(range(self.count)), 2, False)
+        raise ExhaustedError("all seen")
+
+
+def until_error(loader: Any) -> tuple[list[Any], str]:
+    batches, error = [], ""
+    iterator = iter(loader)
+    try:
+        for batch in iterator:
+            batches.append(torch.as_tensor(batch).tolist())
+    except ExhaustedError as raised:
+        error = str(raised)
+        assert next(iterator, None) is None, "the pass has ended"
+    return batches, error
+
+
+FAILING: dict[str, Callable[..., DataLoader[int]]] = {
+    "after some": lambda **keywords: DataLoader(range(SIZE), 2, sampler=Ends(7), **keywords),  # type: ignore[arg-type]
+    "at the first index": lambda **keywords: DataLoader(range(SIZE), 2, sampler=Ends(0), **keywords),  # type: ignore[arg-type]
+    "before the first index": lambda **keywords: DataLoader(range(SIZE), 2, sampler=Ends(6, True), **keywords),  # type: ignore[arg-type]
+    "in batches": lambda **keywords: DataLoader(range(SIZE), batch_sampler=EndsInBatches(6), **keywords),  # type: ignore[arg-type]
+    "one by one": lambda **keywords: DataLoader(range(SIZE), None, sampler=Ends(3), **keywords),  # type: ignore[arg-type]
+}
+
+
+WORKERS = [("here", name) for name in FAILING] + [("fork", "after some"), ("fork", "before the first index")]
+
+
+@pytest.mark.parametrize(("method", "name"), [*WORKERS, ("spawn", "after some")])
+def test_a_samplers_own_error_comes_after_its_batches(method: str, name: str) -> None:
+    plain, error = until_error(FAILING[name]())
+    workers = METHODS[method]
+    with midepoch.wrap(FAILING[name](**workers), seed=1) as loader:
+        assert len(loader) == len(plain), "no length raises it"
+        for epoch in range(2):
+            batches, ours = until_error(loader)
+            assert (len(batches), ours) == (len(plain), error)
+            assert [torch.tensor(batch).shape for batch in batches] == [torch.tensor(batch).shape for batch in plain]
+            assert loader.epoch == (epoch if plain else 0)
+    if len(workers) or not plain:
+        return
+    for cut in range(1, len(plain) + 1):
+        head, state = sources.heads(lambda: midepoch.wrap(FAILING[name](), seed=1), cut)
+        resumed = midepoch.wrap(FAILING[name](), seed=1)
+        resumed.load_state_dict(state)
+        assert resumed.batches_left == len(plain) - cut
+        rest, again = until_error(resumed)
+        whole = until_error(midepoch.wrap(FAILING[name](), seed=1))[0]
+        assert (head + rest, again) == (whole, error)
+        assert len(until_error(resumed)[0]) == len(plain) and resumed.epoch == 1, "the next pass is the next epoch"
+
+
+def test_ranks_give_their_full_batches_before_it() -> None:
+    def make(rank: int) -> midepoch.Loader:
+        return midepoch.wrap(DataLoader(range(SIZE), 2, sampler=Ends(11)), seed=1, world=World(rank, 2))  # type: ignore[arg-type]
+
+    ranks = [until_error(make(rank)) for rank in range(2)]
+    assert [(len(batches), error) for batches, error in ranks] == [(2, "all seen")] * 2
+    with midepoch.wrap(DataLoader(range(SIZE), 2, sampler=Ends(11)), seed=1) as alone:  # type: ignore[arg-type]
+        whole = until_error(alone)[0]
+    assert [batch for pair in zip(*(batches for batches, _ in ranks), strict=True) for batch in pair] == whole[:4]
+
+
+def test_it_comes_through_then_and_a_peek() -> None:
+    source: DataLoader[int] = DataLoader(range(SIZE), 2, sampler=Ends(4))  # type: ignore[arg-type]
+    loader = midepoch.wrap(source, seed=1, then=lambda batch: batch + 1)
+    assert len(until_error(loader)[0]) == 2
+    loader = midepoch.wrap(source, seed=1)
+    batches = iter(loader)
+    next(batches), next(batches)
+    with pytest.raises(ExhaustedError):
+        loader.peek()
+    with pytest.raises(ExhaustedError):
+        next(batches)
+
+
+# --- a sampler that sets something on the dataset ---------------------------------------------------------------------
+
+
+class Sized(Dataset[Any]):
+    """Samples of a size that a sampler may set."""
+
+    size, epoch = 32, 0
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(self.size)
+
+
+class Writes(BatchSampler):
+    """Sets the size for each batch, before its first, after its last, or when it is asked for an iterator."""
+
+    def __init__(self, dataset: Any, when: str) -> None:
+        super().__init__(RandomSampler(dataset), 4, False)
+        self.dataset, self.when, self.epoch = dataset, when, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = self.dataset.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.when == "at its start":
+            self.dataset.size = 64 + self.epoch
+        return self.batches()
+
+    def batches(self) -> Iterator[list[int]]:
+        sizes = [96, 32, 64, 64, 128, 96]
+        for number, batch in enumerate(super().__iter__()):
+            if self.when == "before each" or (self.when == "before its first" and not number):
+                self.dataset.size = sizes[number] + self.epoch
+            yield batch
+        if self.when == "after its last":
+            self.dataset.size += 1
+
+
+def sizes(loader: Any) -> list[int]:
+    return [batch.shape[1] for batch in loader]
+
+
+def written(when: str, workers: dict[str, Any], inside: bool = False) -> tuple[Sized, DataLoader[Any]]:
+    dataset = Sized()
+    seen: Any = Subset(dataset, range(SIZE)) if inside else dataset
+    return dataset, DataLoader(seen, batch_sampler=Writes(dataset, when), **workers)
+
+
+WHILE = [("here", "before each"), ("here", "before its first"), ("here", "after its last"), ("fork", "before each")]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(("method", "when"), WHILE)
+def test_one_that_sets_it_while_it_gives_batches_is_refused_with_the_cure(method: str, when: str, inside: bool) -> None:
+    dataset, source = written(when, METHODS[method], inside)
+    loader = midepoch.wrap(source, seed=1)
+    for _ in range(2):
+        with pytest.raises(UnsupportedSourceError, match=r"Writes sets size of the dataset.*yield \[\(size, index\)"):
+            next(iter(loader))
+        assert "size" not in vars(dataset) or dataset.size == 32
+
+
+@pytest.mark.parametrize("method", ["here", "fork"])
+@pytest.mark.parametrize("asks", [False, True])
+def test_what_one_sets_when_it_is_asked_for_its_iterator_holds_for_the_pass(method: str, asks: bool) -> None:
+    plain_data, plain = written("at its start", METHODS[method])
+    our_data, source = written("at its start", METHODS[method])
+    with midepoch.wrap(source, seed=1) as loader:
+        for epoch in range(3):
+            if asks:
+                before = dict(vars(our_data))
+                loader.state_dict(), len(loader)
+                assert vars(our_data) == before, "a copy that is listed leaves no trace"
+            source.batch_sampler.epoch = plain.batch_sampler.epoch = epoch  # type: ignore[union-attr]
+            plain.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+            assert sizes(loader) == sizes(plain)
+            assert vars(our_data) == vars(plain_data)
+
+
+def test_an_index_that_holds_the_size_is_the_cure() -> None:
+    class Pairs(Writes):
+        def batches(self) -> Iterator[Any]:
+            for number, batch in enumerate(BatchSampler.__iter__(self)):
+                yield [(32 * number, index) for index in batch]
+
+    class Reads(Sized):
+        def __getitem__(self, index: Any) -> Any:
+            return torch.zeros(index[0])
+
+    dataset = Reads()
+    loader = midepoch.wrap(DataLoader(dataset, batch_sampler=Pairs(dataset, "never")), seed=1)
+    assert sizes(loader) == [0, 32, 64, 96, 128, 160]
+
+
+# --- what a training loop sets on a loader and its samplers -----------------------------------------------------------
+
+
+class Mosaic(BatchSampler):
+    """Marks its indices."""
+
+    mosaic = True
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield [(self.mosaic, index) for index in batch]
+
+
+class Marked(Dataset[str]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, key: Any) -> str:
+        return str(key)
+
+
+def weighted(**keywords: Any) -> DataLoader[Any]:
+    return DataLoader(range(6), 3, sampler=WeightedRandomSampler(torch.ones(6), 6), **keywords)  # type: ignore[arg-type]
+
+
+def mosaic(**keywords: Any) -> DataLoader[Any]:
+    return DataLoader(Marked(), batch_sampler=Mosaic(SequentialSampler(range(6)), 3, False), **keywords)
+
+
+def in_order(**keywords: Any) -> DataLoader[Any]:
+    return DataLoader(range(6), 2, **keywords)  # type: ignore[arg-type]
+
+
+def distributed(**keywords: Any) -> DataLoader[Any]:
+    return DataLoader(range(6), 2, sampler=DistributedSampler(range(6), 1, 0), **keywords)  # type: ignore[arg-type]
+
+
+def times(batch: list[int]) -> torch.Tensor:
+    return torch.tensor(batch) * 1000
+
+
+def set_weights(loader: Any) -> None:
+    loader.sampler.weights = torch.tensor([0.0] * 5 + [1.0])
+
+
+def set_weights_in_place(loader: Any) -> None:
+    loader.sampler.weights[:5] = 0
+
+
+def set_mosaic(loader: Any) -> None:
+    loader.batch_sampler.mosaic = False
+
+
+def set_batch_size(loader: Any) -> None:
+    loader.batch_sampler.batch_size = 4
+
+
+def set_drop_last(loader: Any) -> None:
+    loader.batch_sampler.batch_size, loader.batch_sampler.drop_last = 4, True
+
+
+def set_sampler(loader: Any) -> None:
+    loader.batch_sampler.sampler = [5, 4, 3]
+
+
+def set_inner(loader: Any) -> None:
+    loader.batch_sampler.sampler.shuffle = False
+
+
+def set_collate(loader: Any) -> None:
+    loader.collate_fn = times
+
+
+SET_BY_LOOPS: dict[str, tuple[Callable[..., DataLoader[Any]], Callable[[Any], None]]] = {
+    "weights": (weighted, set_weights),
+    "weights in place": (weighted, set_weights_in_place),
+    "an attribute of a batch sampler": (mosaic, set_mosaic),
+    "a batch size": (in_order, set_batch_size),
+    "drop_last": (in_order, set_drop_last),
+    "another sampler": (in_order, set_sampler),
+    "whether it shuffles": (distributed, set_inner),
+}
+
+
+def shown(loader: Any) -> list[Any]:
+    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in loader]
+
+
+def torch_would(make: Callable[..., DataLoader[Any]], change: Callable[[Any], None]) -> list[Any]:
+    plain = make()
+    change(plain)
+    return shown(plain)
+
+
+@pytest.mark.parametrize("on", ["loader", "source"])
+@pytest.mark.parametrize("name", SET_BY_LOOPS)
+def test_what_a_loop_sets_between_passes_is_followed(name: str, on: str) -> None:
+    make, change = SET_BY_LOOPS[name]
+    expected = torch_would(make, change)
+    source = make()
+    loader = midepoch.wrap(source, seed=0)
+    assert shown(loader) != expected
+    before = len(loader)
+    change(loader if on == "loader" else source)
+    assert len(loader) == loader.batches_left == len(expected), before
+    assert shown(loader) == expected
+    resumed = midepoch.wrap(make(), seed=0)
+    change(resumed)
+    state = sources.heads(lambda: loader, 1)[1] if len(expected) > 1 else None
+    if state is not None:
+        resumed.load_state_dict(state)
+        assert shown(resumed) == expected[1:]
+
+
+@pytest.mark.parametrize("name", SET_BY_LOOPS)
+def test_what_a_loop_sets_within_a_pass_is_refused(name: str) -> None:
+    make, change = SET_BY_LOOPS[name]
+    loader = midepoch.wrap(make(), seed=0)
+    if "in place" in name:
+        return  # nobody sees it; the next pass follows
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(MidepochError, match=r"loader\..* was set while a pass is read.*between two passes"):
+        change(loader)
+    rest = shown(batches)
+    assert rest == shown(resumed_after_one(make)), "the loader is unchanged"
+    for _ in loader:
+        break
+    change(loader)  # a pass that was left is none
+    assert shown(loader) == torch_would(make, change)
+    loader.peek()
+    with pytest.raises(MidepochError, match="between two passes"):
+        change(loader)
+
+
+def test_what_is_changed_on_the_source_within_a_pass_waits_for_the_next() -> None:
+    """Though the session is opened again meanwhile."""
+    source = in_order()
+    loader = midepoch.wrap(source, seed=0)
+    batches = iter(loader)
+    assert next(batches).tolist() == [0, 1]
+    loader.commit()
+    set_sampler(source)
+    next(batches)
+    loader.rollback()
+    assert shown(batches) == [[2, 3], [4, 5]]
+    assert shown(loader) == [[5, 4], [3]]
+
+
+def resumed_after_one(make: Callable[..., DataLoader[Any]]) -> midepoch.Loader:
+    state = sources.heads(lambda: midepoch.wrap(make(), seed=0), 1)[1]
+    resumed = midepoch.wrap(make(), seed=0)
+    resumed.load_state_dict(state)
+    return resumed
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_another_collate_function_is_followed(method: str, persistent: bool) -> None:
+    if persistent and method != "fork":
+        return
+    source = in_order(**METHODS[method], **({"persistent_workers": True} if persistent else {}))
+    others = set(multiprocessing.active_children())
+    with midepoch.wrap(source, seed=0) as loader:
+        assert shown(loader) == [[0, 1], [2, 3], [4, 5]]
+        workers = set(multiprocessing.active_children()) - others
+        set_collate(source)
+        assert shown(loader) == torch_would(in_order, set_collate)
+        assert loader.collate_fn is times
+        for each in workers:
+            each.join(60)  # torch ends them, and does not wait
+            assert not each.is_alive(), "it had the other one"
+        with pytest.raises(AttributeError, match="collate_fn of a wrapped loader"):
+            set_collate(loader)
+
+
+def test_a_seed_that_is_set_on_a_sampler_is_refused() -> None:
+    source = distributed()
+    loader = midepoch.wrap(source)
+    list(loader)
+    loader.sampler.seed = 5
+    for _ in range(2):
+        with pytest.raises(UnsupportedSourceError, match=r"seed was 0 .* and is 5 now: .*made with seed=5"):
+            next(iter(loader))
+
+
+def test_the_stand_ins_read_the_samplers_and_tell_the_epoch() -> None:
+    source = mosaic()
+    loader = midepoch.wrap(source, seed=0)
+    assert (loader.batch_sampler.mosaic, loader.batch_sampler.batch_size) == (True, 3)
+    assert loader.batch_sampler.sampler.data_source == range(6)
+    loader.batch_sampler.set_epoch(2)
+    assert loader.epoch == 2
+    loader.sampler.set_epoch(3)
+    assert loader.epoch == 3
+    with pytest.raises(UnsupportedSourceError, match="rebuilt from the parts"):
+        iter(loader.batch_sampler)
+    with pytest.raises(TypeError):
+        iter(loader.sampler)
+    with pytest.raises(AttributeError, match="nothing"):
+        loader.batch_sampler.nothing  # noqa: B018
+    for other, no in (
+        (midepoch.wrap([1, 2]), "list has no sampler"),
+        (midepoch.wrap(DataLoader(sources.Stream(4)), shard=True), "IterableDataset has no"),
+    ):
+        assert callable(other.sampler.set_epoch)
+        for act in (lambda other=other: other.sampler.weights, lambda other=other: set_weights(other)):
+            with pytest.raises(AttributeError, match=no):
+                act()
+    for stand_in in (copy.copy(loader.sampler), copy.deepcopy(loader.batch_sampler)):
+        assert hasattr(stand_in, "set_epoch")
+
+
+# --- shard=False leaves a sampler alone that shards by itself ---------------------------------------------------------
+
+
+class Strided(Sampler[int]):
+    """As detectron2's: every rank shuffles alike, and takes its part."""
+
+    def __init__(self, rank: int, world_size: int, own_seed: bool = True) -> None:
+        self.rank, self.world_size, self.own_seed, self.epoch = rank, world_size, own_seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(range(self.rank, 100, self.world_size))
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(100, generator=torch.Generator().manual_seed(self.epoch) if self.own_seed else None)
+        return iter(order.tolist()[self.rank :: self.world_size])
+
+
+def stateful(rank: int) -> Any:
+    module = pytest.importorskip("torchdata.stateful_dataloader.sampler", reason="needs torchdata")
+    return module.StatefulDistributedSampler(range(100), 3, rank)
+
+
+DIVIDING: dict[str, Callable[[int], Any]] = {
+    "torch's": lambda rank: DistributedSampler(range(100), 3, rank),  # type: ignore[arg-type]
+    "torch's, in order": lambda rank: DistributedSampler(range(100), 3, rank, shuffle=False),  # type: ignore[arg-type]
+    "torchdata's": stateful,
+    "of a seed of its own": lambda rank: Strided(rank, 3),
+    "of torch's generator": lambda rank: Strided(rank, 3, own_seed=False),
+}
+
+
+def of_rank(name: str, rank: int, batches: bool = False, **keywords: Any) -> midepoch.Loader:
+    sampler, data = DIVIDING[name](rank), range(100)
+    kind: dict[str, Any] = (
+        {"batch_sampler": OwnBatches(sampler, 4, False)} if batches else {"sampler": sampler, "batch_size": 4}
+    )
+    return midepoch.wrap(DataLoader(data, **kind, **keywords), seed=0, shard=False, world=World(rank, 3))  # type: ignore[arg-type]
+
+
+class OwnBatches(BatchSampler):
+    """A user's own."""
+
+
+@pytest.mark.parametrize("batches", [False, True])
+@pytest.mark.parametrize("name", DIVIDING)
+def test_each_rank_gets_the_list_of_its_own_sampler(name: str, batches: bool) -> None:
+    loaders = [of_rank(name, rank, batches) for rank in range(3)]
+    for epoch in range(2):
+        ranks = [sources.flat(shown(each)) for each in loaders]
+        assert {index for given in ranks for index in given} == set(range(100))
+        for rank, given in enumerate(ranks):
+            sampler = DIVIDING[name](rank)
+            sampler.set_epoch(epoch)
+            assert len(given) == len(sampler), "33 or 34, as the plain one"
+            if "generator" not in name:
+                assert given == list(sampler)
+    one = loaders[0].capabilities
+    assert not one.elastic_world and not one.rank_independent and one.exact_order and one.constant_time_resume
+
+
+@pytest.mark.parametrize("name", ["torch's", "torchdata's", "of torch's generator"])
+def test_each_ranks_state_has_the_crc_of_its_own_list(name: str) -> None:
+    wholes = [shown(of_rank(name, rank)) for rank in range(3)]
+    states = [sources.heads(lambda rank=rank: of_rank(name, rank), 2)[1] for rank in range(3)]  # type: ignore[misc]
+    assert len({state["detail"] for state in states}) == 3
+    for saved in (states, [join_states(states)] * 3):
+        for rank in range(3):
+            resumed = of_rank(name, rank)
+            resumed.load_state_dict(saved[rank])
+            assert (resumed.position, resumed.batches_left) == (24, len(wholes[rank]) - 2)
+            assert shown(resumed) == wholes[rank][2:]
+    with pytest.raises(StateMismatchError, match="only the part of rank 1, and this is rank 0 of 3"):
+        of_rank(name, 0).load_state_dict(states[1])
+    source: DataLoader[int] = DataLoader(range(100), 4, sampler=Strided(0, 2))  # type: ignore[arg-type]
+    with pytest.raises(
+        StateMismatchError, match="the world size differs: the state was saved with 3, this loader has 2"
+    ):
+        midepoch.wrap(source, seed=0, shard=False, world=World(0, 2)).load_state_dict(states[0])
+    if name == "torch's":
+        source = DataLoader(range(100), 4, sampler=DistributedSampler(range(100), 3, 0, seed=1))  # type: ignore[arg-type]
+        with pytest.raises(StateMismatchError, match=r"the list of epoch 0 differs"):
+            midepoch.wrap(source, seed=0, shard=False).load_state_dict(states[0])
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_are_sent_the_ranks_own_list(method: str) -> None:
+    with of_rank("torch's", 1, **METHODS[method]) as loader:
+        assert shown(loader) == shown(of_rank("torch's", 1))
+
+
+def test_without_an_end_it_is_refused_with_the_cure() -> None:
+    sampler = midepoch.ResumableSampler(22, shuffle=Endless(Shuffled(22)))
+    source: DataLoader[int] = DataLoader(range(22), 4, sampler=sampler)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedSourceError, match=r"ResumableSampler does not end.*leave shard= out"):
+        midepoch.wrap(source, shard=False)
+    assert midepoch.wrap(source).capabilities.elastic_world
+
+
+def test_plain_samplers_with_shard_false_draw_for_each_rank() -> None:
+    """Each rank has data of its own, so weights are drawn anew on each."""
+    ranks = [shown(midepoch.wrap(weighted(), seed=0, shard=False, world=World(rank, 2))) for rank in range(2)]
+    assert ranks[0] != ranks[1]
+    shuffled: DataLoader[int] = DataLoader(range(6), 2, shuffle=True)  # type: ignore[arg-type]
+    loader = midepoch.wrap(shuffled, seed=0, shard=False, world=World(1, 2))
+    assert loader.capabilities.rank_independent and not loader.capabilities.elastic_world
+    assert len(shown(loader)) == 3

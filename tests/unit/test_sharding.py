@@ -1,0 +1,464 @@
+"""Samplers that divide the data among ranks by themselves, and samplers that change while they are read."""
+
+from __future__ import annotations
+
+import random
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+
+import midepoch
+from midepoch import MidepochWarning, StateMismatchError, UnsupportedSourceError, World
+from midepoch.trying import LARGEST_COPY, copy_of
+from support import sources
+
+SIZE = 24
+
+
+class Private(Sampler[int]):
+    """Gives one rank's list, under names of its own."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+
+    def __len__(self) -> int:
+        return len(range(self._rank, SIZE, self._world_size))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._rank, SIZE, self._world_size))
+
+
+class Holding(Sampler[Any]):
+    """A batch sampler over whatever it is given, which it holds where it likes."""
+
+    def __init__(self, inner: Any, **held: Any) -> None:
+        self.held = {"deep": [held, {"inner": inner}]}
+        self._read = inner
+
+    def __len__(self) -> int:
+        return -(-len(self._read) // 4)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(BatchSampler(self._read, 4, False))
+
+
+class Named(Sampler[int]):
+    """Holds numbers under some names, and gives all indices."""
+
+    def __init__(self, length: int = SIZE, **names: Any) -> None:
+        self.__dict__.update(names)
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+def loader(sampler: Any = None, batch_sampler: Any = None) -> DataLoader[int]:
+    if batch_sampler is not None:
+        return DataLoader(range(SIZE), batch_sampler=batch_sampler)  # type: ignore[arg-type]
+    return DataLoader(range(SIZE), batch_size=4, sampler=sampler)  # type: ignore[arg-type]
+
+
+def distributed(replicas: int = 2, rank: int = 0) -> DistributedSampler[int]:
+    return DistributedSampler(range(SIZE), replicas, rank)  # type: ignore[arg-type]
+
+
+class Slots(Sampler[int]):
+    """Keeps what it knows in slots, where nobody looks."""
+
+    __slots__ = ("rank", "world_size")
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 1, 2
+
+    def __len__(self) -> int:
+        return SIZE // 2
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1, SIZE, 2))
+
+
+class Unmade(Sampler[int]):
+    """A property that cannot be asked for yet."""
+
+    @property
+    def rank(self) -> int:
+        raise RuntimeError("torch.distributed is not initialized")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SIZE))
+
+
+class OfAWorld(Sampler[int]):
+    """Divides by midepoch's own description of the ranks."""
+
+    def __init__(self, world: World) -> None:
+        self.w = world
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.w.rank, SIZE, self.w.world_size))
+
+
+class Hidden(Sampler[Any]):
+    """One rank's list, or its batches, with no name that says so."""
+
+    def __init__(self, r: int, n: int, batch_size: int = 0, **held: Any) -> None:
+        self.r, self.n = r, n
+        self.__dict__.update(held)
+        if batch_size:
+            self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __iter__(self) -> Iterator[Any]:
+        own = range(self.r, SIZE, self.n)
+        size = getattr(self, "batch_size", 0)
+        return iter(BatchSampler(own, size, False) if size else own)
+
+
+DIVIDING = {
+    "numpy's integers": lambda: loader(Named(_rank=np.int64(1), _world_size=np.int32(2))),
+    "names of data-parallel ranks": lambda: loader(Named(data_parallel_rank=1, data_parallel_size=2)),
+    "a World": lambda: loader(OfAWorld(World(1, 2))),
+    "private names": lambda: loader(Private(1, 2)),
+    "a DistributedSampler under another name": lambda: loader(batch_sampler=Holding(distributed())),
+    "names in two objects": lambda: loader(batch_sampler=Holding(Named(num_shards=3), sampler=Named(shard_id=2))),
+}
+
+
+@pytest.mark.parametrize("kind", DIVIDING)
+def test_a_sampler_that_divides_is_refused_with_the_cure_that_works(kind: str) -> None:
+    words = {
+        "private names": r"build it for one process \(world_size=1, rank=0\)",
+        "a DistributedSampler under another name": r"build Holding.\S* for one process \(num_replicas=1, rank=0\)",
+    }.get(kind, "leave it out if it does no more than that .*or build it for one process")
+    with pytest.raises(UnsupportedSourceError, match=f"divides its list among ranks .*{words}.*shard=False"):
+        midepoch.wrap(DIVIDING[kind](), seed=1)
+    assert midepoch.wrap(DIVIDING[kind](), seed=1, shard=False).capabilities.elastic_world.holds is False
+    midepoch.wrap(DIVIDING[kind](), seed=1, shard=True)
+
+
+def test_the_cure_divides_once() -> None:
+    for batch_sampler in (Holding(distributed(1)), Holding(Private(0, 1))):
+        parts = []
+        for each in range(2):
+            ours = midepoch.wrap(loader(batch_sampler=batch_sampler), seed=1, world=World(each, 2))
+            parts.append([index for batch in ours for index in batch.tolist()])
+        assert sorted(parts[0] + parts[1]) == list(range(SIZE))
+
+
+@pytest.mark.parametrize("names", [{"_rank": 1}, {"world_size": 4}, {"rank": 5, "num_replicas": 2}])
+def test_one_sign_warns(names: dict[str, int]) -> None:
+    with pytest.warns(MidepochWarning, match="may divide its list among ranks .*for one process"):
+        midepoch.wrap(loader(Named(**names)), seed=1)
+
+
+ONE_RANK_S = {
+    "a list": lambda: loader(list(range(0, SIZE, 2))),
+    "a sampler": lambda: loader(Hidden(1, 2)),
+    "torch's": lambda: loader(SubsetRandomSampler(range(1, SIZE, 2))),
+    "one with its ranks in slots": lambda: loader(Slots()),
+    "in a batch sampler": lambda: loader(batch_sampler=Hidden(0, 1, sampler=range(0, SIZE, 2), batch_size=3)),
+}
+
+
+@pytest.mark.parametrize("kind", ONE_RANK_S)
+def test_a_list_as_long_as_one_rank_s_share_is_one_sign(kind: str) -> None:
+    with pytest.warns(MidepochWarning, match=r"may divide its list among ranks \(.* has a length of .* for 24 samples"):
+        midepoch.wrap(ONE_RANK_S[kind](), seed=1, world=World(1, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        midepoch.wrap(ONE_RANK_S[kind](), seed=1, world=World(1, 2), shard=True)
+        midepoch.wrap(ONE_RANK_S[kind](), seed=1, world=World(1, 3))
+        midepoch.wrap(ONE_RANK_S[kind](), seed=1)
+
+
+def test_the_environment_s_world_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(MidepochWarning, match="for 24 samples and 2 ranks"):
+        midepoch.wrap(ONE_RANK_S["a list"](), seed=1)
+    monkeypatch.delenv("RANK")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        midepoch.wrap(ONE_RANK_S["a list"](), seed=1)  # half an environment is an error when iteration starts
+
+
+@pytest.mark.parametrize("sampler", [
+    Named(), OfAWorld(World()), Unmade(), SubsetRandomSampler(range(SIZE)), Named(rank=True), list(range(SIZE))
+])  # fmt: skip
+def test_in_a_world_of_two_the_whole_list_is_no_alarm(sampler: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        midepoch.wrap(loader(sampler), seed=1, world=World(1, 2))
+        midepoch.wrap(loader(batch_sampler=Holding(range(SIZE))), seed=1, world=World(1, 2))
+        midepoch.wrap(loader(batch_sampler=Hidden(0, 1, 2)), seed=1, world=World(1, 2))
+
+
+@pytest.mark.parametrize("sampler", [Named(), Named(num_replicas=1, rank=0), Named(seed=3), RandomSampler(range(SIZE))])
+def test_no_sign_is_no_alarm(sampler: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        midepoch.wrap(loader(sampler), seed=1)
+
+
+def test_a_distributed_sampler_with_a_state_is_understood_as_its_parent() -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader.sampler", reason="needs torchdata")
+    theirs = stateful.StatefulDistributedSampler(range(SIZE), 2, 1, seed=5)
+    ours = midepoch.wrap(loader(theirs))
+    plain = midepoch.wrap(loader(DistributedSampler(range(SIZE), 2, 1, seed=5)))  # type: ignore[arg-type]
+    assert ours.capabilities.elastic_world
+    assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in plain]
+
+
+# --- samplers that change ---------------------------------------------------------------------------------------------
+
+
+class InPlace(Sampler[int]):
+    """Shuffles a list of its own, which stays shuffled."""
+
+    def __init__(self) -> None:
+        self.indices = list(range(SIZE))
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.indices)
+        return iter(self.indices)
+
+
+class Passes(Sampler[int]):
+    """Orders by a seed of its own and the number of its passes."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(random.Random(self.passes).sample(range(SIZE), SIZE))
+
+
+def test_a_sampler_that_shuffles_a_list_of_its_own_repeats_itself() -> None:
+    def taken(ours: midepoch.Loader) -> list[list[int]]:
+        return [batch.tolist() for batch in ours]
+
+    sampler = InPlace()
+    ours = midepoch.wrap(loader(sampler), seed=1)
+    first, second = taken(ours), taken(ours)
+    assert first != second and sampler.indices == sources.flat(second), "as a plain pass leaves it"
+    for epoch, whole in enumerate((first, second)):
+        for cut in range(6):
+            head = midepoch.wrap(loader(InPlace()), seed=1)
+            head.seek(epoch, 4 * cut)
+            assert taken(head) == whole[cut:]
+
+
+class Seen(Sampler[int]):
+    """Gives each sample once in all its passes, some in each."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def __iter__(self) -> Iterator[int]:
+        given = random.sample(sorted(set(range(SIZE)) - self.seen), 8)
+        for index in given:
+            self.seen.add(index)
+            yield index
+
+
+REMEMBERING = {"a list of its own": InPlace, "a count of passes": Passes, "what it has given": Seen}
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("kind", REMEMBERING)
+def test_what_a_sampler_remembers_is_what_plain_passes_leave(kind: str, asks: bool) -> None:
+    plain, ours = REMEMBERING[kind](), REMEMBERING[kind]()
+    bare, loaded = loader(plain), midepoch.wrap(loader(ours), seed=1)
+    for _ in range(3):
+        if asks:
+            loaded.state_dict(), loaded.batches_left
+        assert len(list(bare)) == len(list(loaded))
+    assert vars(plain).keys() == vars(ours).keys()
+    if isinstance(plain, Passes):
+        assert plain.passes == ours.passes == 3  # type: ignore[attr-defined]
+    if isinstance(plain, Seen):
+        assert plain.seen == ours.seen == set(range(SIZE))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", REMEMBERING)
+def test_a_sampler_that_remembers_resumes_in_any_epoch(kind: str) -> None:
+    """The epochs before are listed first, in a process that has not read them."""
+
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(loader(REMEMBERING[kind]()), seed=1)
+
+    def taken(ours: Any) -> list[list[int]]:
+        return [batch.tolist() for batch in ours]
+
+    undisturbed = make()
+    epochs = [taken(undisturbed) for _ in range(3)]
+    head = make()
+    for epoch in range(3):
+        batches = iter(head)
+        next(batches)
+        state = head.state_dict()
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert taken(resumed) == epochs[epoch][1:]
+        if epoch < 2:
+            assert taken(resumed) == epochs[epoch + 1]
+        head.load_state_dict(state)  # in this process, the pass goes on with its own list
+        assert taken(head) == epochs[epoch][1:]
+        boundary = make()
+        boundary.load_state_dict(head.state_dict())
+        if epoch < 2:
+            assert taken(boundary) == epochs[epoch + 1]
+
+
+class Counting(Sampler[int]):
+    """Counts what is asked of it, where copies count too."""
+
+    asked: ClassVar[dict[str, int]] = {"len": 0, "iter": 0}
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __len__(self) -> int:
+        self.asked["len"] += 1
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        self.asked["iter"] += 1
+        self.passes += 1
+        return iter(random.sample(range(SIZE), SIZE))
+
+
+def test_the_sampler_itself_is_iterated_once_an_epoch_and_its_len_asked_before() -> None:
+    sampler = Counting()
+    ours = midepoch.wrap(loader(sampler), seed=1)
+    Counting.asked["iter"] = 0
+    assert (len(ours), ours.batches_left, ours.batches_done, len(ours.sampler)) == (6, 6, 0, SIZE)
+    assert Counting.asked["iter"] == 0, "a length lists nothing"
+    for epoch in range(3):
+        list(ours)
+        assert sampler.passes == epoch + 1
+    assert Counting.asked["iter"] == 3 + 2, "one trial, two passes over a copy"
+    state = sources.heads(lambda: midepoch.wrap(loader(Counting()), seed=1), 2)[1]
+    sampler = Counting()
+    ours = midepoch.wrap(loader(sampler), seed=1)
+    ours.load_state_dict(state)
+    assert sampler.passes == 0, "a copy is compared"
+    batches = iter(ours)
+    next(batches)
+    ours.load_state_dict(ours.state_dict())
+    list(ours)
+    assert sampler.passes == 1
+
+
+class Uncopied(Passes):
+    """Cannot be pickled."""
+
+    def __getstate__(self) -> Any:
+        raise TypeError("not to be copied")
+
+
+class Original(Passes):
+    """A copy of it cannot be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.me = id(self)
+
+    def __iter__(self) -> Iterator[int]:
+        if self.me != id(self):
+            raise RuntimeError("a copy")
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("kind", [Uncopied, Original])
+def test_one_that_cannot_be_tried_is_believed(kind: Any) -> None:
+    sampler = kind()
+    ours = midepoch.wrap(loader(sampler), seed=1)
+    assert not ours.capabilities.exact_order.believed
+    list(ours), list(ours)
+    assert sampler.passes == 2
+    exact = ours.capabilities.exact_order
+    why = {Uncopied: r"cannot be pickled \(TypeError: not to be", Original: "a copy of it raised RuntimeError: a copy"}
+    assert exact.holds and exact.believed and re.search(f"repeats itself was not tried: .*{why[kind]}", exact.reason)
+    assert not ours.capabilities.exact_augmentations.believed
+    exposing = midepoch.wrap(sources.Exposing(SIZE, Uncopied()), seed=1)
+    list(exposing)
+    assert "repeats itself was not tried" in exposing.capabilities.exact_order.reason
+    next(iter(ours))
+    resumed = midepoch.wrap(loader(Uncopied()), seed=1)
+    with pytest.raises(StateMismatchError, match=r"the list of epoch 2 differs.*no copy of it can be listed \(it"):
+        resumed.load_state_dict(ours.state_dict())
+
+
+def test_what_a_loop_changes_in_a_sampler_counts_wherever_it_is_asked() -> None:
+    sampler = Named()
+    ours = midepoch.wrap(loader(sampler), seed=1)
+    assert (len(ours), ours.state_dict()["size"]) == (6, SIZE)
+    sampler.length = 8
+    assert (len(ours), ours.batches_left, ours.state_dict()["size"]) == (2, 2, 8)
+    assert len(list(ours)) == 2
+    sampler.length = 12
+    assert (len(ours), ours.batches_left) == (3, 3)
+    ours.seek(epoch=0)
+    assert (len(ours), ours.batches_left, ours.state_dict()["size"]) == (3, 3, 12)
+    assert [batch.tolist() for batch in ours] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    sampler.length = 4
+    assert len(list(ours)) == 1
+
+
+def test_a_sampler_that_is_changed_after_a_load_is_refused() -> None:
+    def make() -> tuple[Named, midepoch.Loader]:
+        sampler = Named()
+        return sampler, midepoch.wrap(loader(sampler), seed=1)
+
+    state = sources.heads(lambda: make()[1], 2)[1]
+    sampler, ours = make()
+    ours.load_state_dict(state)
+    sampler.length = 20
+    with pytest.raises(StateMismatchError, match=r"the list of epoch 0 differs.*you change it between epochs"):
+        next(iter(ours))
+    sampler.length = SIZE
+    ours.load_state_dict(state)
+    assert len(list(ours)) == 4
+
+
+def test_a_copy_shares_data_and_is_bounded() -> None:
+    dataset = TensorDataset(torch.zeros(3))
+    sampler = Holding(RandomSampler(dataset), data=dataset)
+    copied = copy_of(sampler, Dataset).open()
+    assert copied is not sampler and copied.held["deep"] is not sampler.held["deep"]
+    assert copied.held["deep"][0]["data"] is dataset and copied._read.data_source is dataset
+    assert copy_of(sampler).open()._read.data_source is not dataset
+    large: Any = Named(content=bytearray(LARGEST_COPY + 1))
+    assert "more than 64 MB" in copy_of(large, Dataset).why
+    dataset.content = large.content
+    assert copy_of(sampler, Dataset).open()._read.data_source is dataset
+    assert "cannot be pickled" in copy_of(Named(each=lambda: 1), Dataset).why

@@ -1,0 +1,400 @@
+"""The summary of a user's objects, and kept workers, which start anew where it has changed."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import midepoch
+from midepoch import MidepochError, MidepochWarning
+from midepoch.loader.loader import Loader
+from midepoch.summary import CUT_OFF, HERE, changed_paths, summarize
+from support.places import TESTS
+
+METHODS = [pytest.param("fork"), pytest.param("spawn", marks=pytest.mark.long)]
+
+
+class Mode(enum.Enum):
+    TRAIN = 1
+    TEST = 2
+
+
+class Slotted:
+    __slots__ = ("p",)
+
+    def __init__(self, p: float) -> None:
+        self.p = p
+
+
+class Holding(Dataset[Any]):
+    """A dataset that holds one of each kind of value."""
+
+    of_class = 3
+
+    def __init__(self) -> None:
+        self.p, self.name, self.flag, self.mode = 0.5, "train", True, Mode.TRAIN
+        self.sizes, self.pair = [224, 256], (1, 2)
+        self.options: dict[str, Any] = {"scale": 0.1, "inner": {"ratio": 2}}
+        self.ordered, self.kinds, self.recent = OrderedDict(a=1), {1, 2}, deque([1, 2], maxlen=4)
+        self.paths = [f"/data/{number}.jpg" for number in range(1000)]
+        self.index = {number: number for number in range(1000)}
+        self.transforms = [Slotted(0.1), functools.partial(pow, exp=2), self.half, adding(3)]
+        self.array, self.large = np.arange(8), np.zeros(1 << 15)
+        self.tensor, self.generator = torch.arange(8.0), np.random.default_rng(1)
+        self.simple, self.kind, self.nothing = types.SimpleNamespace(a=1), Slotted, None
+        self.number = np.float64(0.25)
+
+    def half(self, value: Any) -> Any:
+        return value / 2
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+def adding(number: int) -> Callable[[int], int]:
+    return lambda value: value + number
+
+
+def alter_in_place(dataset: Holding) -> None:
+    dataset.array[3] = 7
+
+
+def alter_tensor(dataset: Holding) -> None:
+    dataset.tensor += 1
+
+
+# What the program does, and the path that has changed then.
+CHANGES: dict[str, tuple[Callable[[Holding], Any], str]] = {
+    "a number": (lambda data: setattr(data, "p", 0.0), "data.p"),
+    "a numpy number": (lambda data: setattr(data, "number", np.float64(0.5)), "data.number"),
+    "a text": (lambda data: setattr(data, "name", "test"), "data.name"),
+    "a truth value": (lambda data: setattr(data, "flag", False), "data.flag"),
+    "a member of an enum": (lambda data: setattr(data, "mode", Mode.TEST), "data.mode"),
+    "a new attribute": (lambda data: setattr(data, "more", 1), "data.more"),
+    "none is none": (lambda data: setattr(data, "nothing", 1), "data.nothing"),
+    "an attribute of the class": (lambda data: setattr(data, "of_class", 4), "data.of_class"),
+    "in a list": (lambda data: data.sizes.append(1), "data.sizes.len"),
+    "in a dict of a dict": (lambda data: data.options["inner"].update(ratio=3), "data.options['inner']['ratio']"),
+    "in an ordered dict": (lambda data: data.ordered.update(a=2), "data.ordered['a']"),
+    "in a set": (lambda data: data.kinds.add(3), "data.kinds"),
+    "in a deque": (lambda data: data.recent.append(3), "data.recent"),
+    "in a namespace": (lambda data: setattr(data.simple, "a", 2), "data.simple.a"),
+    "in slots": (lambda data: setattr(data.transforms[0], "p", 0.2), "data.transforms[0].p"),
+    "in a partial": (
+        lambda data: data.transforms.__setitem__(1, functools.partial(pow, exp=3)),
+        "data.transforms[1].keywords['exp']",
+    ),
+    "in a closure": (lambda data: data.transforms.__setitem__(3, adding(4)), "data.transforms[3].number"),
+    "a class": (lambda data: setattr(data, "kind", Holding), "data.kind"),
+    "a file of many": (lambda data: data.paths.__setitem__(0, "/data/other.jpg"), "data.paths[*]"),
+    "another list of files": (lambda data: setattr(data, "paths", [*data.paths, "x.jpg"]), "data.paths.len"),
+    "in an index": (lambda data: data.index.update({5000: 1}), "data.index"),
+    "in a small array": (alter_in_place, "data.array"),
+    "another large array": (lambda data: setattr(data, "large", np.ones(1 << 15)), "data.large"),
+    "in a tensor": (alter_tensor, "data.tensor"),
+    "the kind of a generator": (lambda data: setattr(data, "generator", random.Random(1)), "data.generator"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_program_changes_has_its_path(name: str) -> None:
+    change, path = CHANGES[name]
+    dataset = Holding()
+    before = summarize(data=dataset)
+    assert summarize(data=dataset) == before
+    change(dataset)
+    assert path in changed_paths(before, summarize(data=dataset))
+
+
+def test_drawing_changes_nothing() -> None:
+    dataset = Holding()
+    before = summarize(data=dataset)
+    dataset.generator.random()
+    assert summarize(data=dataset) == before
+
+
+class Forbidding(type):
+    """Whose classes answer no question."""
+
+    def __getattribute__(cls, name: str) -> Any:
+        raise AssertionError(f"the metaclass was asked for {name}")
+
+
+def forbid(*_: Any) -> Any:
+    raise AssertionError("the program's code was run")
+
+
+class Untouchable:
+    __getattribute__ = __getattr__ = __array__ = __len__ = __iter__ = __eq__ = __hash__ = __repr__ = forbid
+
+    @property
+    def value(self) -> int:
+        raise AssertionError("a property was read")
+
+
+class Unasked(metaclass=Forbidding):
+    pass
+
+
+class OwnDict(dict[str, Any]):
+    __len__ = __iter__ = items = keys = forbid
+
+
+class OwnList(list[Any]):
+    __len__ = __iter__ = __getitem__ = forbid
+
+
+def test_no_code_of_the_program_runs() -> None:
+    held = [Untouchable(), type.__call__(Unasked), OwnDict(a=1), OwnList([1])]
+    assert summarize(data=held)["data.len"] == 4
+
+
+def endless() -> list[Any]:
+    inner: list[Any] = []
+    inner.append(inner)
+    return inner
+
+
+def deep() -> Any:
+    value: Any = 1
+    for _ in range(10_000):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        endless(), deep(), {str(number): [number] for number in range(10**6)}, list(range(10**6)),
+        [[Slotted(number) for number in range(60)] for _ in range(60)],
+        types.SimpleNamespace(**{f"name_{number}": number for number in range(10**5)}),
+    ],
+    ids=["itself", "deep", "a large dict", "a large list", "many objects", "many attributes"],
+)  # fmt: skip
+def test_a_summary_is_bounded(value: Any) -> None:
+    found = summarize(data=value)
+    assert 1 <= len(found) <= 1100
+    assert summarize(data=value) == found
+
+
+def test_what_is_cut_off_is_said_and_is_no_change() -> None:
+    many = [[Slotted(number) for number in range(60)] for _ in range(60)]
+    found = summarize(data=many)
+    assert CUT_OFF in found
+    assert changed_paths(found, {path: value for path, value in found.items() if path != CUT_OFF}) == []
+
+
+def datasets() -> dict[str, Any]:
+    def generate() -> Iterator[int]:
+        yield from range(3)
+
+    return {
+        "holding": Holding(), "tensors": TensorDataset(torch.arange(8)), "subset": Subset(Holding(), [1, 2, 3]),
+        "both": ConcatDataset([Holding(), Holding()]), "function": generate, "list": list(range(100)),
+        "of strings": {f"key_{number}" for number in range(50)}, "module": torch.nn.Linear(2, 2),
+    }  # fmt: skip
+
+
+def steady() -> dict[str, dict[str, int]]:
+    return {
+        name: {path: value for path, value in summarize(data=each).items() if not path.endswith(HERE)}
+        for name, each in datasets().items()
+    }
+
+
+def test_each_process_finds_the_same() -> None:
+    program = (
+        "import json, sys; sys.path[:0] = sys.argv[1:]; import test_summary; "
+        "print(json.dumps(test_summary.steady()))"
+    )
+    command = [sys.executable, "-c", program, str(Path(__file__).parent), str(TESTS)]
+    found = [
+        json.loads(
+            subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=300, env={**os.environ, **settings}
+            ).stdout
+        )
+        for settings in ({"PYTHONHASHSEED": "1"}, {"PYTHONHASHSEED": "2"})
+    ]
+    assert found[0] == found[1]
+    assert all(found[0].values())
+
+
+# --- kept workers -----------------------------------------------------------------------------------------------------
+
+
+class Scaled(Dataset[Any]):
+    """Sample i times a factor that the program may change."""
+
+    def __init__(self, size: int = 12) -> None:
+        self.size, self.factor = size, 1.0
+        self.shared: torch.Tensor = torch.ones(1).share_memory_()  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(index), self.factor, float(self.shared), random.random()])
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, size: int = 12) -> None:
+        self.size, self.factor = size, 1.0
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(self.size):
+            yield torch.tensor([float(index), self.factor, 1.0, 0.0])
+
+
+def factors(loader: Loader) -> list[float]:
+    return sorted({row[1] for batch in loader for row in batch.tolist()})
+
+
+def kept(dataset: Any, method: str = "fork", workers: int = 1, **settings: Any) -> Loader:
+    source: Any = DataLoader(
+        dataset, 4, num_workers=workers, persistent_workers=True, multiprocessing_context=method, **settings
+    )
+    return midepoch.wrap(source, seed=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", [Scaled, Stream])
+def test_kept_workers_read_what_the_loop_has_set(kind: Any, method: str, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = kind()
+    with kept(dataset, method) as loader, caplog.at_level(logging.INFO, "midepoch"):
+        assert factors(loader) == factors(loader) == [1.0]
+        assert not caplog.records
+        dataset.factor = 2.0
+        assert factors(loader) == factors(loader) == [2.0]
+    assert [each.getMessage().partition(" changed")[0] for each in caplog.records] == ["dataset.factor"]
+
+
+def test_workers_are_kept_where_nothing_changed() -> None:
+    def pids(loader: Loader) -> set[int | None]:
+        return {worker.pid for worker in torch.multiprocessing.active_children()} if list(loader) else set()
+
+    dataset = Scaled()
+    with kept(dataset, workers=2) as loader:
+        first = pids(loader)
+        assert pids(loader) == first
+        dataset.shared.fill_(3.0)  # each process sees it
+        assert pids(loader) == first
+        assert {row[2] for batch in loader for row in batch.tolist()} == {3.0}
+        dataset.factor = 2.0
+        assert not pids(loader) & first
+
+
+def test_a_change_before_each_pass_is_warned_of_once() -> None:
+    dataset = Scaled()
+    with kept(dataset) as loader, pytest.warns(MidepochWarning, match=r"3 times in a row.* dataset\.factor") as told:
+        for number in range(6):
+            dataset.factor = float(number)
+            assert factors(loader) == [float(number)]
+    assert len(told) == 1
+
+
+def test_a_pass_that_is_open_over_a_restart_is_an_error() -> None:
+    dataset = Scaled()
+    with kept(dataset) as loader:
+        left = iter(loader)
+        next(left)
+        dataset.factor = 2.0
+        assert factors(loader) == [2.0]
+        with pytest.raises(MidepochError):
+            next(left)
+
+
+class Shuffling(IterableDataset[Any]):
+    """Shuffles anew in each epoch, by a generator of its worker process."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in random.sample(range(12), 12):
+            yield torch.tensor([number, random.randrange(1000)])
+
+
+def as_if_undisturbed(make: Callable[[], Loader], change: Callable[[Loader, int], None], cuts: list[Any]) -> list[Any]:
+    """Three epochs, after those that are cut have been found equal. `change`: what the program does in each epoch."""
+
+    def run(state: Any = None, cut: tuple[int, int] | None = None) -> tuple[list[Any], Any]:
+        seen: list[Any] = []
+        with make() as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            for epoch in loader.epochs(3):
+                change(loader, epoch)
+                for number, batch in enumerate(loader):
+                    seen.append(batch.tolist())
+                    if cut == (epoch, number):
+                        return seen, loader.state_dict()
+        return seen, None
+
+    whole, _ = run()
+    for cut in cuts:
+        before, state = run(cut=cut)
+        assert before + run(state)[0] == whole
+    return whole
+
+
+def test_kept_workers_of_a_stateful_dataloader_shuffle_as_after_a_resume() -> None:
+    def make() -> Loader:
+        source: Any = StatefulDataLoader(Shuffling(), 4, num_workers=1, persistent_workers=True)
+        return midepoch.wrap(source, seed=0)
+
+    whole = as_if_undisturbed(make, lambda loader, epoch: None, [(0, 1), (1, 0), (2, 1)])
+    assert len({str(whole[first : first + 3]) for first in (0, 3, 6)}) == 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_resumed_run_reads_what_the_undisturbed_one_has(workers: int, method: str) -> None:
+    def change(loader: Loader, epoch: int) -> None:
+        loader.source.dataset.factor = 2.0 if epoch else 1.0
+
+    cuts = [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0)]
+    as_if_undisturbed(lambda: kept(Scaled(), method, workers, shuffle=True), change, cuts)
+
+
+class Noticing(Dataset[Any]):
+    """Its samples notice a new epoch, and draw from a generator of their own from then on."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.own = random.SystemRandom()
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.own.random() if self.epoch else 0.0
+
+
+def test_a_sample_of_each_epoch_is_tried(recwarn: pytest.WarningsRecorder) -> None:
+    """And warned of once."""
+    dataset = Noticing()
+    loader = midepoch.wrap(DataLoader(dataset, 4, shuffle=True), seed=0)
+    for number, told in enumerate((0, 1, 1, 1)):
+        dataset.epoch = number
+        list(loader)
+        found = [str(each.message) for each in recwarn if "two reads of sample" in str(each.message)]
+        assert len(found) == told
+    assert not loader.capabilities.exact_augmentations

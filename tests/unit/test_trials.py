@@ -1,0 +1,696 @@
+"""What a job tries of users' code, once, on a copy; and what only `midepoch check` finds."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import functools
+import os
+import queue
+import random
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import midepoch
+from midepoch import MidepochWarning
+from midepoch.loader.loader import Loader
+from midepoch.testing import check_resumable
+from midepoch.testing.diagnosis import diagnose
+from midepoch.testing.examine import Examination
+from midepoch.testing.record import Settings
+from midepoch.testing.report import Report, Verdict
+from midepoch.testing.standing import stand
+from midepoch.testing.trials import TRIALS, try_promises
+from midepoch.trying import LARGEST_COPY, copy_of
+from support import check_sources, promise_sources, silent_sources, sources
+
+# --- sources that do not repeat themselves ---
+
+
+class Around:
+    """An object around another one."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+
+class GoesOn:
+    """A pass begins where the one before has ended."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(6):
+            self.place += 1
+            yield self.place
+
+
+def by_the_system() -> Iterator[bytes]:
+    entropy = random.SystemRandom()
+    for _ in range(6):
+        yield entropy.randbytes(8)
+
+
+class BySystem:
+    def __iter__(self) -> Iterator[bytes]:
+        return by_the_system()
+
+
+class MakesItsGeneratorLate:
+    """Keeps a generator of the system's that its first pass has made."""
+
+    generator: Any = None
+
+    def __iter__(self) -> Iterator[float]:
+        self.generator = self.generator or np.random.default_rng()
+        for _ in range(6):
+            yield self.generator.random()
+
+
+class Entropy(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        for number in by_the_system():
+            yield int.from_bytes(number[:7])
+
+
+WANDERING: dict[str, Callable[[], Any]] = {
+    "counts its passes": promise_sources.CountsPasses,
+    "goes on": GoesOn,
+    "seeded by the system": BySystem,
+    "a generator made late": MakesItsGeneratorLate,
+    "seeded by the system, in workers": lambda: DataLoader(Entropy(), batch_size=2, num_workers=1),
+}
+
+
+@pytest.mark.parametrize("name", WANDERING)
+def test_a_source_that_does_not_repeat_itself_is_told_with_its_first_batch(name: str) -> None:
+    shard = True if "in workers" in name else None
+    with midepoch.wrap(WANDERING[name](), seed=5, shard=shard) as loader:
+        assert loader.capabilities.exact_augmentations.believed, "not tried yet"
+        batches = iter(loader)
+        with pytest.warns(MidepochWarning, match="two passes over .* differ in their first unit") as told:
+            next(batches)
+        assert len([each for each in told if "gets other data" in str(each.message)]) == 1
+        assert not loader.capabilities.exact_order and not loader.capabilities.exact_augmentations
+        assert loader.state_dict()["position"] > 0, "a save never fails for it"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            next(batches)
+            loader.seek(0, 0)
+            next(iter(loader))
+
+
+class RecountsAtTheEnd(IterableDataset[int]):
+    """Counts its passes and its samples, and begins alike."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        yield from np.random.permutation(8).tolist()
+        self.epoch += 1
+
+
+def test_what_repeats_itself_is_tried_and_no_alarm() -> None:
+    for workers in (0, 1):
+        with midepoch.wrap(DataLoader(RecountsAtTheEnd(), batch_size=2, num_workers=workers), seed=5) as loader:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                for _ in range(2):
+                    sources.taken(loader)
+            told = loader.capabilities
+            assert not told.exact_order.believed
+            assert "draws its numbers in the thread that iterates is believed" in told.exact_augmentations.reason
+
+
+def test_a_function_is_believed() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = midepoch.wrap(by_the_system, seed=5)
+        list(loader)
+    told = loader.capabilities
+    assert told.exact_order.believed and told.exact_augmentations.believed
+    assert "two passes were not compared: a function cannot be copied" in told.exact_order.reason
+
+
+# --- no false alarms, and nothing disturbed ---
+
+
+class Caching:
+    """Counts its reads, keeps what it has read, opens its file late, and draws augmentations."""
+
+    def __init__(self, path: Path, count: int = 8) -> None:
+        path.write_text("".join(f"{number}\n" for number in range(count)))
+        self.path, self.reads = str(path), 0
+        self.file: Any = None
+        self.cache: dict[int, str] = {}
+        self.history: collections.deque[str] = collections.deque(maxlen=3)
+        self.generator = np.random.default_rng(4)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.file is None:
+            self.file = open(self.path)  # noqa: PTH123, SIM115
+        self.file.seek(0)
+        for number, line in enumerate(iter(self.file.readline, "")):
+            self.reads += 1
+            self.cache.setdefault(number, line)
+            self.history.append(line)
+            yield line, random.random(), float(self.generator.random())
+
+
+def test_a_source_with_counters_caches_and_a_late_file_is_not_disturbed(tmp_path: Path) -> None:
+    source = Caching(tmp_path / "lines")
+    before = random.getstate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = midepoch.wrap(source, seed=5)
+        batches = iter(loader)
+        first = [next(batches) for _ in range(3)]
+        assert (source.reads, list(source.cache), len(source.history)) == (3, [0, 1, 2], 3)
+        assert [line for line, _, _ in first] == ["0\n", "1\n", "2\n"]
+        assert random.getstate() == before
+        assert loader.capabilities.exact_order and not loader.capabilities.exact_order.believed
+        other = Caching(tmp_path / "lines")
+        assert first == list(midepoch.wrap(other, seed=5, verify="off"))[:3]
+        list(batches)
+    source.file.close()
+    other.file.close()
+
+
+class Logged:
+    """Writes down what is read in any process."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = str(log)
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(8):
+            with Path(self.log).open("a") as file:
+                file.write(f"{number} ")
+            yield number
+
+
+class NewGenerator(IterableDataset[int]):
+    """Each pass draws from a generator of its own, made from that of the pass before, as fastai's loaders do."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(1)
+
+    def __iter__(self) -> Iterator[int]:
+        self.rng = random.Random(self.rng.random())
+        order = list(range(9))
+        self.rng.shuffle(order)
+        yield from order
+
+
+def test_a_generator_that_each_pass_makes_anew_is_exact() -> None:
+    whole, loader = midepoch.wrap(NewGenerator(), seed=0), midepoch.wrap(NewGenerator(), seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = [sources.taken(whole) for _ in range(3)]
+    assert loader.capabilities.exact_order
+    sources.taken(loader)
+    sources.taken(loader, 4)
+    resumed = midepoch.wrap(NewGenerator(), seed=0)
+    resumed.load_state_dict(loader.state_dict())
+    assert sources.taken(resumed) == expected[1][4:]
+    assert sources.taken(resumed) == expected[2]
+
+
+def test_a_trial_reads_one_unit_in_each_of_two_passes_once(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    loader = midepoch.wrap(Logged(log), seed=5)
+    for _ in range(2):
+        list(loader)
+    numbers = "0 1 2 3 4 5 6 7 "
+    assert log.read_text() == f"0 0 0 {numbers[2:]}{numbers}"
+    log.unlink()
+    off = midepoch.wrap(Logged(log), seed=5, verify="off")
+    list(off)
+    assert log.read_text() == numbers
+    assert off.capabilities.exact_order.believed
+
+
+class Once:
+    """Fails where it is not the object that was made."""
+
+    def __init__(self) -> None:
+        self.me = id(self)
+
+    def __iter__(self) -> Iterator[int]:
+        if id(self) != self.me:
+            raise RuntimeError("a copy")
+        yield from range(3)
+
+
+def test_nobody_s_error_is_hidden_and_no_error_of_a_copy_is_told() -> None:
+    def failing() -> Iterator[int]:
+        raise ValueError("the user's own")
+        yield 0
+
+    loader = midepoch.wrap(Once(), seed=5)
+    assert list(loader) == [0, 1, 2]
+    assert loader.capabilities.exact_order.believed
+    assert "a copy of it raised RuntimeError" in loader.capabilities.exact_order.reason
+    with pytest.raises(ValueError, match="the user's own"):
+        next(iter(midepoch.wrap(failing, seed=5)))
+
+
+# --- collate functions ---
+
+
+def tensor_of(samples: Any, calls: int) -> Any:
+    return torch.tensor(samples)
+
+
+class Collate:
+    """Counts its calls, and gives what it is told to."""
+
+    def __init__(self, give: Callable[[Any, int], Any] = tensor_of) -> None:
+        self.give, self.calls = give, 0
+
+    def __call__(self, samples: Any) -> Any:
+        self.calls += 1
+        return self.give(samples, self.calls)
+
+
+class Own:
+    """Draws from generators of its own, one of them made late."""
+
+    def __init__(self) -> None:
+        self.early, self.late = np.random.default_rng(5), None
+
+    def __call__(self, samples: list[int]) -> Any:
+        self.late = self.late or random.Random(random.random())  # type: ignore[assignment]
+        return torch.tensor(samples) + self.early.random() + self.late.random()  # type: ignore[attr-defined]
+
+
+def drawing(samples: list[int], calls: int = 0) -> Any:
+    own = midepoch.sample_generator().random()
+    return torch.tensor(samples) + random.random() + np.random.rand() + torch.rand(()) + own
+
+
+def in_place(samples: list[Any], calls: int = 0) -> Any:
+    samples.sort()
+    return [samples.pop() for _ in range(len(samples))]
+
+
+PURE: dict[str, Callable[[], Any]] = {
+    "counts": Collate, "draws": lambda: Collate(drawing), "generators of its own": Own,
+    "in place": lambda: Collate(in_place), "a partial": lambda: functools.partial(np.stack, axis=0),
+}  # fmt: skip
+
+
+def of_numbers(collate: Any, workers: int = 0, **settings: Any) -> Loader:
+    data: Any = range(24)
+    return midepoch.wrap(
+        DataLoader(data, 4, shuffle=True, collate_fn=collate, num_workers=workers), seed=3, **settings
+    )
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(24))
+
+
+def of_a_stream(collate: Any, **settings: Any) -> Loader:
+    return midepoch.wrap(DataLoader(Stream(), 4, collate_fn=collate), seed=3, **settings)
+
+
+@pytest.mark.parametrize("make", [of_numbers, of_a_stream])
+@pytest.mark.parametrize("kind", PURE)
+def test_a_collate_function_that_keeps_nothing_is_no_alarm(kind: str, make: Callable[..., Loader]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if kind == "generators of its own" and make is of_a_stream:
+            pytest.skip("a replay does not seed what is made late")
+        loader = make(PURE[kind]())
+        batches = list(loader)
+        promised = loader.capabilities
+        in_thread = kind == "draws" and make is of_a_stream  # that a replay draws where it is read is believed
+        assert promised.exact_augmentations and promised.exact_augmentations.believed is in_thread
+        off = list(make(PURE[kind](), verify="off"))
+    assert repr(batches) == repr(off), "trying it changes nothing"
+
+
+@pytest.mark.parametrize("make", [of_numbers, of_a_stream])
+def test_a_collate_function_is_tried_on_a_copy_of_it(make: Callable[..., Loader]) -> None:
+    collate = Collate()
+    with make(collate) as loader:
+        assert len(list(loader)) == len(list(loader)) == collate.calls / 2 == 6
+
+
+@pytest.mark.parametrize(("make", "workers"), [(of_numbers, {}), (of_numbers, {"workers": 1}), (of_a_stream, {})])
+def test_a_collate_function_that_keeps_something_is_told(make: Callable[..., Loader], workers: dict[str, int]) -> None:
+    for give in (times_calls, with_calls):
+        loader = make(Collate(give), **workers)
+        with loader, pytest.warns(MidepochWarning, match="two calls of the collate function for the same s") as told:
+            sources.taken(loader, 3)
+        assert len(told) == 1
+        promised = loader.capabilities
+        assert not promised.exact_augmentations and "two calls" in promised.exact_augmentations.reason
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            make(Collate(give), **workers, verify="off")
+
+
+def times_calls(samples: Any, calls: int) -> Any:
+    return torch.tensor(samples) * calls
+
+
+def with_calls(samples: Any, calls: int) -> Any:
+    return samples * 9, calls
+
+
+class Holding:
+    """Holds something that makes it hard to copy."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __call__(self, samples: Any) -> Any:
+        return samples
+
+
+class Unreadable(Holding):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise ValueError("not here")
+
+
+@pytest.mark.parametrize("make", [of_numbers, of_a_stream])
+@pytest.mark.parametrize(("collate", "why"), [
+    (Unreadable(0), "a copy of it raised ValueError: not here"),
+    (in_place, "a function cannot be copied"),
+    (lambda samples: samples, "a function cannot be copied"),
+    (Holding(np.zeros(65 << 17)), "it holds more than 64 MB"),
+    (Holding(torch.zeros(65 << 18)[:9]), "it holds more than 64 MB"),
+    (Holding(bytes(65 << 20)), "it holds more than 64 MB"),
+    (Holding(threading.Lock()), "it cannot be pickled (TypeError"),
+])  # fmt: skip
+def test_what_cannot_be_tried_of_a_collate_function_is_believed(
+    make: Callable[..., Loader], collate: Any, why: str
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = make(collate)
+        assert len(list(loader)) == 6
+    told = loader.capabilities.exact_augmentations
+    assert told.holds and told.believed and f"the collate function was not tried: {why}" in told.reason
+
+
+# --- samples ---
+
+
+class InThreads(Dataset[Any]):
+    """Draws in threads that have ended when a batch is there."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> float:
+        time.sleep(int.from_bytes(os.urandom(1)) / 1e5)
+        return index + random.random()
+
+    def __getitems__(self, indices: list[int]) -> list[float]:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            return list(pool.map(self.__getitem__, indices))
+
+
+def in_threads() -> Loader:
+    return midepoch.wrap(DataLoader(InThreads(), 4), seed=3)
+
+
+def test_check_finds_threads_that_draw_within_a_batch() -> None:
+    report = check_resumable(in_threads, laws=["determinism"], quick=True, world_sizes=(1,), raise_on_failure=False)
+    assert [error.law for error in report.failures] == ["determinism"]
+
+
+KEPT: dict[int, float] = {}
+
+
+class Keeps(Dataset[Any]):
+    """Draws for each sample when it is first read, and keeps that: by the process's generators or by the index."""
+
+    def __init__(self, by_the_index: bool = False) -> None:
+        self.by_the_index = by_the_index
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> float:
+        if self.by_the_index:
+            return KEPT.setdefault(index, np.random.default_rng(index).random())
+        if index not in KEPT:
+            KEPT[index] = index + float(np.random.rand())
+        return KEPT[index]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sample_that_keeps_its_first_random_numbers_is_told(workers: int) -> None:
+    for by_the_index in (True, False):
+        KEPT.clear()
+        with midepoch.wrap(DataLoader(Keeps(by_the_index), 4, shuffle=True, num_workers=workers), seed=3) as loader:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                sources.taken(loader, 2)
+            told = [str(each.message) for each in caught]
+            assert bool(loader.capabilities.exact_augmentations) is by_the_index
+            assert by_the_index or (len(told) == 1 and "it keeps what it drew" in told[0])
+            assert not (by_the_index and told)
+        assert not (workers and KEPT), "the main process reads nothing where there are workers"
+
+
+# --- copies that share nothing that changes ---
+
+
+class OnItsClass:
+    """Pops from an attribute of its class."""
+
+    queue: ClassVar = collections.deque(range(100))
+
+    def __iter__(self) -> Iterator[int]:
+        while self.queue:
+            yield self.queue.popleft()
+
+
+def test_a_trial_that_takes_from_what_all_copies_share_is_told() -> None:
+    """Pickling copies no attribute of a class, so two units of it are lost: docs/limits.md."""
+    OnItsClass.queue = collections.deque(range(100))
+    off = iter(midepoch.wrap(OnItsClass(), seed=5, verify="off"))
+    assert [next(off) for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.warns(MidepochWarning, match="if it takes what it reads from a queue, pass verify='off'"):
+        next(iter(midepoch.wrap(OnItsClass(), seed=5)))
+
+
+def test_what_cannot_be_copied_is_not_read_for_a_trial() -> None:
+    helds: list[Any] = [iter(DataLoader(sources.Indices(8))), sources.numbers(), queue.Queue(), threading.Lock()]
+    for held in helds:
+        assert copy_of(Around(held)).why.startswith("it cannot be pickled")
+    for large in (torch.zeros(LARGEST_COPY), torch.zeros(LARGEST_COPY)[:1], np.zeros(LARGEST_COPY), bytes(65 << 20)):
+        assert copy_of(Around(large)).why == "it holds more than 64 MB"
+    small = Around(torch.zeros(1 << 21))
+    assert torch.equal(copy_of(small).open().loader, small.loader) and copy_of(small).open().loader is not small.loader
+
+
+class InBuffers(Dataset[Any]):
+    """Fills one buffer with each item."""
+
+    def __init__(self) -> None:
+        self.buffer = torch.zeros(3)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.buffer.fill_(index)
+
+
+def test_a_unit_in_a_buffer_that_each_read_fills_is_given_as_it_was_read() -> None:
+    dataset = InBuffers()  # a copy shares it
+    for position in (0, 3):
+        loader = midepoch.wrap(lambda: (dataset[number] for number in range(8)), seed=1)
+        loader.seek(position=position)
+        assert [batch.tolist()[0] for batch in loader] == list(range(position, 8))
+
+
+# --- what check tries at length ---------------------------------------------------------------------------------------
+
+
+
+def tried(make: Callable[..., Any], seconds: float = 30.0) -> tuple[Examination, dict[str, Verdict]]:
+    examination = Examination(Settings(make, world_sizes=(1,), num_workers=(0,)))
+    return examination, {verdict.law: verdict for verdict in try_promises(examination, seconds)}
+
+
+@pytest.mark.filterwarnings("ignore:Loading a state dict")
+def test_a_job_finds_a_shuffle_buffer_inside_torchdata_nodes() -> None:
+    pytest.importorskip("torchdata.nodes", reason="needs torchdata")
+    pytest.importorskip("datasets", reason="needs datasets")
+    with midepoch.wrap(promise_sources.buffered_nodes(), seed=5) as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.warns(MidepochWarning, match="does not restore its order"):
+            loader.state_dict(), next(batches)
+        assert not loader.capabilities.exact_order
+
+
+@pytest.mark.parametrize("name", promise_sources.SOURCES)
+def test_check_finds_what_a_job_does_not_try(name: str) -> None:
+    _, trial, words = promise_sources.SOURCES[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MidepochWarning)
+        with promise_sources.make(name) as loader:
+            for _ in range(1 if trial == "lists" else 2):
+                for _batch in loader:
+                    loader.state_dict()
+            promised = loader.capabilities
+            assert promised.exact_order and promised.exact_augmentations, "a job finds nothing"
+    examination, verdicts = tried(functools.partial(promise_sources.make, name))
+    assert verdicts[trial].status == "failed", verdicts
+    found = verdicts[trial].error
+    assert found is not None and found.law == "honesty"
+    told = f"{found.expected} {found.got} {found.place}"
+    assert re.search(words, told), told
+    failed = [verdict.law for verdict in verdicts.values() if verdict.status == "failed"]
+    assert failed[0] == trial or trial in ("passes", "states", "threads"), "the most telling trial comes first"
+    for report in (Report((), tuple(verdicts.values())), Report((), (verdicts[trial],))):
+        assert diagnose(examination, report).tone == "bad"
+    promises = {promise.name: promise for promise in stand(examination, list(verdicts.values()), [])}
+    assert "not kept" in {promises["exact_order"].standing, promises["exact_augmentations"].standing}
+
+
+def test_what_check_tries_of_a_sound_loader_is_said_and_how_much() -> None:
+    examination, verdicts = tried(promise_sources.sound)
+    assert list(verdicts) == [trial.name for trial in TRIALS]
+    assert {name: verdict.status for name, verdict in verdicts.items()} == {
+        "lists": "holds", "samples": "holds", "passes": "holds", "states": "holds", "threads": "not applicable",
+    }  # fmt: skip
+    assert verdicts["samples"].reason == "54 samples of 8 epochs, 216 reads in 2 processes"
+    assert "14 of 14 states" in verdicts["states"].reason
+    standing = {promise.name: promise.standing for promise in stand(examination, list(verdicts.values()), [])}
+    assert standing == {
+        "same data": "proved at each resume", "exact_order": "tried", "exact_augmentations": "tried",
+        "constant_time_resume": "believed", "elastic_world": "believed", "elastic_workers": "believed",
+        "rank_independent": "believed",
+    }  # fmt: skip
+
+
+def test_trials_end_with_their_time_and_say_how_far_they_came() -> None:
+    _, verdicts = tried(promise_sources.sound, 1e-6)
+    assert "failed" not in {verdict.status for verdict in verdicts.values()}
+    assert verdicts["samples"].reason == "1 samples of 1 epochs, 2 reads in 2 processes"
+    assert "14 of 14 states" in verdicts["states"].reason
+
+
+def test_what_was_not_promised_is_not_held_against_a_loader() -> None:
+    """The job has said no already: a shuffle seeded anew in each pass, and a sample that is drawn from the system."""
+    for make in (promise_sources.own_up_order, promise_sources.own_up_augmentations):
+        _, verdicts = tried(make)
+        assert "failed" not in {verdict.status for verdict in verdicts.values()}, verdicts
+        assert "not promised" in {verdict.status for verdict in verdicts.values()}
+
+
+def test_a_loader_of_three_methods_is_tried_as_far_as_it_goes() -> None:
+    examination, verdicts = tried(check_sources.forgetful)
+    assert verdicts["states"].status == "failed" and verdicts["samples"].status == "not applicable"
+    promises = stand(examination, list(verdicts.values()), [])
+    assert {promise.standing for promise in promises} == {"believed", "not declared"}
+
+
+# --- the table of docs/reliability.md, where a job tries nothing ------------------------------------------------------
+
+# Rows that a job tells, or that are refused at a resume: the trial that names each.
+TRIAL_OF = {
+    "a queue that is popped": "samples", "generators made from entropy": "samples",
+    "a thread that reads ahead": "threads",
+}  # fmt: skip
+
+
+def unverified(name: str) -> Loader:
+    """A row with nothing tried and no witness, as code that is believed outright."""
+    row = silent_sources.ROWS[name]
+    loader: Loader = row.make(verify="off") if row.wraps else midepoch.wrap(row.make(), seed=3, verify="off")
+    return loader
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name, row in silent_sources.ROWS.items() if row.outcome != "refused"])
+def test_each_row_is_named_where_a_job_looks_at_nothing(name: str) -> None:
+    """Rows that `wrap` refuses are in test_silent.py."""
+    row = silent_sources.ROWS[name]
+    if name.startswith("work on batches"):  # trials read units; what is done to batches shows in the laws
+        make = functools.partial(unverified, name)
+        report = check_resumable(make, laws=["tail"], quick=True, world_sizes=(1,), raise_on_failure=False)
+        assert [error.law for error in report.failures] == ["tail"]
+        return
+    examination, verdicts = tried(functools.partial(unverified, name))
+    failed = {verdict.law for verdict in verdicts.values() if verdict.status == "failed"}
+    promises = {promise.name: promise for promise in stand(examination, list(verdicts.values()), [])}
+    if row.outcome in ("told", "believed", "chain") or name in TRIAL_OF:
+        assert TRIAL_OF.get(name, "passes") in failed
+        assert promises[row.no or "exact_order"].standing in ("not kept", "no")
+    else:
+        assert not failed
+    if row.outcome in ("mismatch", "warned"):
+        # What another process reads is not seen in one: that nothing compares it is.
+        assert promises["same data"].standing == "believed"
+        assert "nothing that tells other data" in promises["same data"].reason
+
+
+class Lazy:
+    """An array of another library, which is in a file until somebody asks for it; and a mapping of such."""
+
+    reads = 0
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+        Lazy.reads += 1
+        return np.zeros(10, dtype)
+
+
+class LazyGroup(Mapping[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        return np.asarray(Lazy())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("ab")
+
+    def __len__(self) -> int:
+        return 2
+
+
+class ReadsLazily:
+    def __init__(self) -> None:
+        self.rows, self.group = Lazy(), LazyGroup()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
+def test_what_a_source_holds_is_not_read_for_a_trial() -> None:
+    held = Lazy()
+    for source in (ReadsLazily(), lambda: iter([number for number in range(6) if held is not None])):
+        Lazy.reads = 0
+        loader = midepoch.wrap(source, seed=1)
+        assert [list(loader) for _ in range(2)] == [list(range(6))] * 2
+        assert Lazy.reads == 0
+
+
+def test_a_batch_that_no_trial_can_change_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def roll(*_: Any, **__: Any) -> Any:
+        raise TypeError("this type has no kernel for it")
+
+    monkeypatch.setattr(np, "roll", roll)
+    batches = [np.ones(3), np.zeros(3)]
+    loader = midepoch.wrap(batches, seed=1, then=lambda batch: batch + np.random.rand())
+    assert len(list(loader)) == 2

@@ -1,0 +1,446 @@
+"""Samplers that third-party packages bring: without an end, with a len() that raises, repeated, grouped."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
+
+import midepoch
+from midepoch import ResumableSampler, SourceError, StateMismatchError, UnsupportedSourceError, World
+from midepoch import samplers as listing
+from midepoch.order import Endless, Sequential, Shuffled
+from support import sources
+from support import wild_sources as wild
+
+SIZE, BATCH = 22, 4
+
+
+def endless(shuffle: bool = True, **keywords: Any) -> ResumableSampler:
+    return ResumableSampler(SIZE, shuffle=Endless(Shuffled(SIZE) if shuffle else Sequential(SIZE)), **keywords)
+
+
+def wrapped(sampler: Any, world: World | None = None, **keywords: Any) -> midepoch.Loader:
+    return midepoch.wrap(DataLoader(sources.Noisy(SIZE), BATCH, sampler=sampler, **keywords), world=world)
+
+
+def indices(batches: list[Any]) -> list[int]:
+    return [int(sample[0]) for batch in batches for sample in batch]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_declared_order_without_an_end_resumes_anywhere(num_workers: int) -> None:
+    def make() -> midepoch.Loader:
+        return wrapped(endless(), num_workers=num_workers)
+
+    with make() as loader:
+        batches, states = [], []
+        for batch in itertools.islice(loader, 20):
+            batches.append(sources.plain(batch))
+            states.append(loader.state_dict())
+    assert {state["size"] for state in states} == {None}
+    for cut in (0, 4, 5, 13):  # within the first round, across two, in the third
+        with make() as loader:
+            loader.load_state_dict(states[cut])
+            assert sources.taken(loader, 6) == batches[cut + 1 : cut + 7]
+
+
+def test_its_rounds_have_each_sample_once_and_differ() -> None:
+    given = indices(sources.taken(wrapped(endless()), 3 * SIZE // BATCH))
+    rounds = [given[start : start + SIZE] for start in range(0, len(given) - SIZE + 1, SIZE)]
+    assert [sorted(each) for each in rounds] == [list(range(SIZE))] * 2
+    assert rounds[0] != rounds[1]
+    other = indices(sources.taken(wrapped(endless(seed=4)), SIZE // BATCH))
+    assert other != given[: len(other)]
+
+
+def test_without_shuffling_it_is_what_the_samplers_of_packages_give() -> None:
+    bare = DataLoader(sources.Indices(SIZE), BATCH, sampler=wild.TrainingSampler(SIZE, shuffle=False))
+    loader = midepoch.wrap(DataLoader(sources.Indices(SIZE), BATCH, sampler=endless(shuffle=False)))
+    assert sources.taken(loader, 13) == sources.taken(bare, 13)
+
+
+def test_ranks_take_what_one_takes_alone() -> None:
+    alone = indices(sources.taken(wrapped(endless()), 12))
+    two = [sources.taken(wrapped(endless(), World(rank, 2)), 6) for rank in range(2)]
+    assert indices([batch for pair in zip(*two, strict=True) for batch in pair]) == alone
+    state = wrapped(endless(world=World(1, 2)), World(1, 2))
+    next(iter(state))
+    resumed = wrapped(endless())
+    resumed.load_state_dict(state.state_dict())
+    assert indices(sources.taken(resumed, 10)) == alone[2 * BATCH :]
+
+
+def test_iterated_by_itself_it_resumes_anywhere() -> None:
+    sampler = endless()
+    given = list(itertools.islice(sampler, 50 * SIZE))
+    whole = list(itertools.islice(endless(), 51 * SIZE))
+    assert given == whole[: len(given)]
+    state = sampler.state_dict()
+    assert (state["position"], state["size"]) == (50 * SIZE, None)
+    resumed = endless()
+    resumed.load_state_dict(state)
+    assert list(itertools.islice(resumed, SIZE)) == whole[len(given) :]
+    with pytest.raises(TypeError, match="does not end"):
+        len(sampler)
+    with pytest.raises(ValueError, match="over 22 positions, size is 23"):
+        ResumableSampler(23, shuffle=sampler.order)
+
+
+def test_a_jump_far_ahead_costs_nothing_and_reads_nothing() -> None:
+    loader = wrapped(endless())
+    loader.seek(position=10**12)  # to count so far would take longer than any test may
+    assert len(sources.taken(loader, 2)) == 2
+    assert loader.position == 10**12 + 2 * BATCH
+    with pytest.raises(TypeError, match="no length"):
+        len(loader)
+
+
+def test_another_size_or_kind_is_refused() -> None:
+    state = sources.heads(lambda: wrapped(endless()), 2)[1]
+    sampler = ResumableSampler(SIZE - 1, shuffle=Endless(Shuffled(SIZE - 1)))
+    smaller = midepoch.wrap(DataLoader(sources.Noisy(SIZE - 1), BATCH, sampler=sampler))
+    with pytest.raises(StateMismatchError, match=r"endless shuffled of 22.*endless shuffled of 21"):
+        smaller.load_state_dict(state)
+
+
+UNDECLARED: dict[str, Callable[[], Any]] = {
+    "shuffled rounds": lambda: wild.TrainingSampler(SIZE),
+    "rounds in order": lambda: wild.TrainingSampler(SIZE, shuffle=False),
+    "with the length of a round": lambda: wild.Prepared(range(SIZE)),
+    "in order, with the length of a round": lambda: wild.Prepared(range(SIZE), shuffle=False),
+}
+
+
+@pytest.mark.parametrize("name", UNDECLARED)
+def test_the_line_that_the_refusal_gives_works(name: str) -> None:
+    dataset = sources.Noisy(SIZE)
+    with pytest.raises(SourceError, match="gave more than 1,000,088 indices and does not end") as refusal:
+        next(iter(wrapped(UNDECLARED[name]())))
+    line = re.search(r"put (midepoch\.ResumableSampler\(.*\)) in its place", str(refusal.value))
+    assert line is not None
+
+    def make() -> midepoch.Loader:
+        sampler = eval(line[1], {"midepoch": midepoch, "dataset": dataset})  # as it is pasted
+        return midepoch.wrap(DataLoader(dataset, BATCH, sampler=sampler))
+
+    whole = sources.taken(make(), 14)
+    assert Counter(indices(whole)[:SIZE]) == Counter(range(SIZE))
+    assert (indices(whole)[:SIZE] == list(range(SIZE))) is ("in order" in name)
+    for cut in (1, 6, 11):
+        resumed = make()
+        resumed.load_state_dict(sources.heads(make, cut)[1])
+        assert sources.taken(resumed, 14 - cut) == whole[cut:]
+
+
+OF_OTHER_ORDERS: dict[str, Callable[[], Any]] = {
+    "with replacement": lambda: wild.Weighted(SIZE),
+    "rare samples more often": lambda: wild.RepeatFactorTrainingSampler(SIZE, [2] * SIZE),
+    "the same in each round": lambda: wild.SameRounds(SIZE),
+    "shuffled in its first round": lambda: wild.ShuffledOnce(SIZE),
+    "neighbours together": lambda: wild.Paired(SIZE),
+    "shuffled in blocks": lambda: wild.InBlocks(SIZE),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHER_ORDERS)
+def test_one_of_another_order_is_refused_before_it_fills_the_memory(name: str) -> None:
+    loader = wrapped(OF_OTHER_ORDERS[name]())
+    tracemalloc.start()
+    try:
+        with pytest.raises(SourceError, match=r"does not end.*midepoch.wrap\(lambda: make\(\)\).*let its len"):
+            next(iter(loader))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 100 << 20
+
+
+def test_one_that_an_iterable_exposes_is_refused() -> None:
+    loader = midepoch.wrap(sources.Exposing(SIZE, wild.Weighted(SIZE)))
+    with pytest.raises(SourceError, match="Weighted gave more than 1,000,000 indices and does not end"):
+        next(iter(loader))
+
+
+def test_an_iterable_that_exposes_a_declared_one_jumps_and_has_no_length() -> None:
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(sources.Exposing(SIZE, endless()))
+
+    whole = sources.taken(make(), 3 * SIZE)
+    state = sources.heads(make, 30)[1]
+    assert (state["position"], state["size"]) == (30, None)
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert sources.taken(resumed, 3 * SIZE - 30) == whole[30:]
+    with pytest.raises(TypeError, match="no length"):
+        len(resumed)
+    assert resumed.capabilities.constant_time_resume
+
+
+def test_what_an_endless_one_reads_from_is_named() -> None:
+    sampler = wild.GroupedBatchSampler(wild.TrainingSampler(SIZE), [0] * SIZE, BATCH)
+    loader = midepoch.wrap(DataLoader(sources.Noisy(SIZE), batch_sampler=sampler))
+    told = "GroupedBatchSampler gave more than 1,000,088 indices and does not end: build it over a sampler that ends"
+    with pytest.raises(SourceError, match=told):
+        next(iter(loader))
+
+
+class SaysItself(DataLoader[Any]):
+    """A subclass with an ``__iter__`` of its own, over a stream."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        yield from super().__iter__()
+
+
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_what_a_loader_of_streams_has_in_place_of_a_sampler_is_none() -> None:
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(SaysItself(sources.Stream(SIZE), BATCH), seed=1)
+
+    whole = sources.taken(make())
+    assert sorted(indices(whole)) == list(range(SIZE))
+    assert sources.resumed(make, sources.heads(make, 2)[1]) == whole[2:]
+
+
+class Without(Sampler[int]):
+    """Ends, and does not say when."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain.from_iterable(itertools.repeat(range(SIZE), self.count))
+
+
+class Declared(Without):
+    """Says so."""
+
+    def __len__(self) -> int:
+        return self.count * SIZE
+
+
+def test_finite_ones_are_listed_up_to_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "_MANY", 1000)  # and four for each of 22 samples
+    assert len(wrapped(Without(49))) == 1078 // BATCH + 1
+    with pytest.raises(SourceError, match=r"Without gave more than 1,088 indices and does not end.*let its len"):
+        len(wrapped(Without(50)))
+    loader = wrapped(Declared(300))
+    assert len(sources.taken(loader)) == 300 * SIZE // BATCH
+    monkeypatch.setattr(listing, "_LONGEST", 5000)
+    with pytest.raises(SourceError, match="Declared gave more than 5,000 indices"):
+        next(iter(wrapped(Declared(300))))
+    torchs = wrapped(RandomSampler(range(SIZE), replacement=True, num_samples=6000))
+    assert torchs.peek() is not None, "torch's own end"
+
+
+def test_one_that_begins_again_behind_its_end_is_asked_no_further() -> None:
+    assert len(wrapped(wild.ItsOwnIterator(SIZE))) == -(-SIZE // BATCH)
+    assert indices(sources.taken(wrapped(wild.ItsOwnIterator(SIZE)))) == list(reversed(range(SIZE)))
+    many = midepoch.wrap(DataLoader(sources.Indices(3000), 1000, sampler=wild.ItsOwnIterator(3000)))
+    assert sources.flat(sources.taken(many)) == list(reversed(range(3000)))
+
+
+def raising(error: BaseException) -> Any:
+    class Raising(sources.Buckets):
+        def __len__(self) -> int:
+            raise error
+
+    return Raising(SIZE)
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), AttributeError("no"), RuntimeError("no"), OSError("no")])
+def test_whatever_a_length_raises_is_an_unknown_length(error: BaseException) -> None:
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(DataLoader(sources.Indices(SIZE), batch_sampler=raising(error)), seed=1, world=World(0, 2))
+
+    whole = sources.taken(make())
+    assert sources.resumed(make, sources.heads(make, 2)[1]) == whole[2:]
+
+
+def test_data_without_a_length_raise_nothing_when_they_are_wrapped() -> None:
+    class Unknown(sources.Indices):
+        def __len__(self) -> int:
+            raise ValueError("ask the server")
+
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(DataLoader(Unknown(SIZE), 4, sampler=[5, 3, 1, 0, 2]), seed=1)
+
+    whole = sources.taken(make())
+    assert sources.resumed(make, sources.heads(make, 1)[1]) == whole[1:] == [[2]]
+
+
+def test_another_batch_sampler_is_told() -> None:
+    def make(batch: int, count: int = SIZE) -> midepoch.Loader:
+        sampler = wild.GroupedBatchSampler(RandomSampler(range(count)), [0] * SIZE, batch)
+        return midepoch.wrap(DataLoader(sources.Indices(SIZE), batch_sampler=sampler), seed=1)
+
+    state = sources.heads(lambda: make(4), 2)[1]
+    with pytest.raises(StateMismatchError, match=r"the size differs: .*use the data and the sampler"):
+        make(5).load_state_dict(state)
+    with pytest.raises(StateMismatchError, match="this is another sampler"):
+        make(4, SIZE - 1).load_state_dict(state)  # as many batches
+
+
+BUILT_FOR_ONE: dict[str, Callable[[], Any]] = {
+    "repeated augmentation": lambda: DataLoader(
+        sources.Noisy(SIZE), BATCH, sampler=wild.RepeatedAugmentation(range(SIZE), 1, 0)
+    ),
+    "grouped": lambda: DataLoader(
+        sources.Noisy(SIZE),
+        batch_sampler=wild.GroupedBatchSampler(RandomSampler(range(SIZE)), [index % 2 for index in range(SIZE)], BATCH),
+    ),
+    "grouped in order": lambda: DataLoader(
+        sources.Noisy(SIZE), batch_sampler=wild.GroupedBatchSampler(SequentialSampler(range(SIZE)), [0] * SIZE, 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUILT_FOR_ONE)
+def test_built_for_one_process_they_are_divided(name: str, recwarn: pytest.WarningsRecorder) -> None:
+    def make(rank: int = 0, world_size: int = 1) -> midepoch.Loader:
+        return midepoch.wrap(BUILT_FOR_ONE[name](), seed=1, world=World(rank, world_size))
+
+    for _ in range(2):
+        whole = sources.taken(make())
+        assert sources.resumed(make, sources.heads(make, 2)[1]) == whole[2:]
+    first, state = sources.heads(make, 1)
+    rest: Counter[int] = Counter()
+    for rank in range(2):
+        rest.update(indices(sources.resumed(lambda rank=rank: make(rank, 2), state)))  # type: ignore[misc]
+    assert Counter(indices(whole)) - Counter(indices(first)) - rest == Counter()
+    assert not [each for each in recwarn if issubclass(each.category, midepoch.MidepochWarning)]
+
+
+def test_one_that_keeps_a_state_of_its_own_is_elastic_and_left_alone() -> None:
+    """As lhotse has them."""
+    made: list[Any] = []
+
+    def make(rank: int = 0, world_size: int = 1) -> midepoch.Loader:
+        made.append(wild.KeepsState([1.0 + index % 3 for index in range(SIZE)], 8.0))
+        loader = DataLoader(Named(), sampler=made[-1], batch_size=None)
+        return midepoch.wrap(loader, seed=1, world=World(rank, world_size))
+
+    epochs = make()
+    whole, following = sources.taken(epochs), sources.taken(epochs)
+    assert sorted(sources.flat(whole)) == list(range(SIZE)) == sorted(sources.flat(following))
+    assert whole != following
+    for cut in range(1, len(whole)):
+        first, state = sources.heads(make, cut)
+        assert first + sources.resumed(make, state) == whole
+    rest = [sources.resumed(lambda rank=rank: make(rank, 2), state) for rank in range(2)]  # type: ignore[misc]
+    assert {index for part in rest for index in sources.flat(part)} >= set(sources.flat(whole[cut:]))  # one is padded
+    plain = wild.KeepsState([1.0 + index % 3 for index in range(SIZE)], 8.0)
+    for epoch in range(2):
+        plain.set_epoch(epoch)
+        list(plain)
+    assert made[0].state_dict() == plain.state_dict()
+
+
+PRETRAINING: dict[str, Callable[..., wild.Pretraining]] = {
+    "in order": wild.Pretraining,
+    "in order, padded": functools.partial(wild.Pretraining, pad=True),
+    "at random": wild.PretrainingAtRandom,
+}
+
+
+def pretraining(name: str, consumed: int = 0, **keywords: Any) -> DataLoader[Any]:
+    sampler = PRETRAINING[name](SIZE, consumed, BATCH, **keywords)
+    return DataLoader(sources.Noisy(SIZE), batch_sampler=sampler)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", PRETRAINING)
+def test_those_of_language_models_that_begin_with_nothing_consumed_are_exact(name: str) -> None:
+    def make(rank: int = 0, world_size: int = 1) -> midepoch.Loader:
+        return midepoch.wrap(pretraining(name), seed=1, world=World(rank, world_size))
+
+    plain, loader = pretraining(name), make()
+    assert len(loader) == len(plain) == SIZE, "in samples, as they say"
+    epochs: list[list[Any]] = []
+    states = [loader.state_dict()]
+    for _ in range(3):
+        epochs.append([])
+        for batch in loader:
+            epochs[-1].append(sources.plain(batch))
+            states.append(loader.state_dict())
+        assert indices(epochs[-1]) == indices(list(plain))
+    batches = len(epochs[0])
+    for cut, state in enumerate(states[:-1]):
+        epoch, done = divmod(cut, batches)
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert [sources.taken(resumed) for _ in range(epoch, 3)] == [epochs[epoch][done:], *epochs[epoch + 1 :]]
+    ranks = [sources.resumed(lambda rank=rank: make(rank, 2), states[2]) for rank in range(2)]  # type: ignore[misc]
+    assert [ranks[place % 2][place // 2] for place in range(batches - 2)] == epochs[0][2:]
+
+
+@pytest.mark.parametrize("name", PRETRAINING)
+@pytest.mark.parametrize("cut", [2, None])  # None: at the boundary
+def test_one_that_was_built_to_continue_does_not_skip_what_a_state_skips(name: str, cut: int | None) -> None:
+    def make(consumed: int = 0) -> midepoch.Loader:
+        return midepoch.wrap(pretraining(name, consumed), seed=1)
+
+    with make() as loader:
+        batches = sources.taken(loader, cut)
+        state, consumed = loader.state_dict(), BATCH * len(batches)
+    told = rf"order differs: .*'listed, built with consumed_samples={consumed}'; make the loader as in the run that sav"
+    with make(consumed) as skips, pytest.raises(StateMismatchError, match=told):
+        skips.load_state_dict(state)
+    make().load_state_dict(state)
+    # Without a state it continues in its own way, and a run that began so resumes so.
+    whole = sources.taken(make(8))
+    assert sources.resumed(lambda: make(8), sources.heads(lambda: make(8), 1)[1]) == whole[1:]
+
+
+@pytest.mark.parametrize("name", PRETRAINING)
+def test_those_that_divide_their_list_name_the_arguments_of_one_process(name: str) -> None:
+    told = (
+        r"_rank=1 and .*micro_batch_times_data_parallel_size=2\), .*: build it for one process \(data_parallel_size=1, "
+        r"data_parallel_rank=0\)"
+    )
+    with pytest.raises(UnsupportedSourceError, match=told):
+        midepoch.wrap(pretraining(name, data_parallel_rank=1, data_parallel_size=2), world=World(1, 2))
+
+
+@pytest.mark.parametrize("name", ["in order", "at random"])
+def test_one_that_is_too_long_to_be_listed_names_what_computes_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "_LONGEST", 10)
+    told = rf"too many to list: put batch_size=, .* shuffle={name == 'at random'}\) in its place"
+    with pytest.raises(SourceError, match=told):
+        next(iter(midepoch.wrap(pretraining(name))))
+    cure = ResumableSampler(SIZE, shuffle=name != "in order")
+    cured = midepoch.wrap(DataLoader(sources.Noisy(SIZE), BATCH, drop_last=True, sampler=cure))
+    assert len(sources.taken(cured)) == len(cured) == 5
+
+
+class Named(sources.Indices):
+    """Is asked for whole batches by name."""
+
+    def __init__(self) -> None:
+        super().__init__(SIZE)
+
+    def __getitem__(self, names: Any) -> Any:
+        return [int(name) for name in names]
+
+
+def test_the_order_reads_any_slice() -> None:
+    for order in (Endless(Shuffled(7)), Endless(Sequential(7))):
+        whole = order.epoch(1, 2)[0:100].tolist()
+        epoch = order.epoch(1, 2)
+        for start, stop in ((0, 7), (3, 20), (14, 21), (5, 5), (99, 100), (6, 8)):
+            assert epoch[start:stop].tolist() == whole[start:stop]
+        assert order.epoch(1, 3)[0:100].tolist() != whole or order == Endless(Sequential(7))
+    assert Endless(Sequential(3)).epoch(0, 0)[1:8].tolist() == [1, 2, 0, 1, 2, 0, 1]
+    assert [Endless(Shuffled(5)).epoch(1, 0)[start : start + 5].tolist() for start in (0, 5)] == GOLDEN
+    with pytest.raises(ValueError, match="at least one sample"):
+        Endless(Sequential(0))
+
+
+GOLDEN = [[3, 0, 2, 1, 4], [0, 1, 4, 2, 3]]  # an order that changes would lose the positions of saved states

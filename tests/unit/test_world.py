@@ -1,0 +1,336 @@
+"""Which process this is, and that each rank's batches are those of torch's DistributedSampler and DataLoader."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+import midepoch
+from midepoch import MidepochError, World
+from midepoch.world import Share, Tail
+from support import sources
+
+CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
+TAILS: list[Tail] = ["pad", "drop", "uneven"]
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+@pytest.fixture(autouse=True)
+def _outside_any_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+# --- the world ---
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, World()),
+        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, World(3, 8, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "8"}, World(3, 8, 0)),
+        ({"WORLD_SIZE": "1"}, World()),
+    ],
+    ids=str,
+)
+def test_the_environment_names_the_world(
+    environment: dict[str, str], expected: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert World.current() == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"RANK": "1"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "RANK"),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one'"),
+    ],
+    ids=str,
+)
+def test_half_an_environment_is_refused(
+    environment: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MidepochError, match=named):
+        World.current()
+
+
+def test_an_environment_of_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(MidepochError, match=r"RANK=5, WORLD_SIZE=2.*\[0, 2\)"):
+        World.current()
+
+
+@pytest.mark.parametrize("values", [(-1, 2), (2, 2), (0, 0), (0, 1, -1)], ids=str)
+def test_a_world_checks_its_values(values: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="World"):
+        World(*values)
+
+
+@pytest.mark.parametrize("values", [("0", 2), (0, 2.0), (True, 2)], ids=str)
+def test_a_world_checks_its_types(values: tuple[Any, ...]) -> None:
+    with pytest.raises(TypeError, match="World"):
+        World(*values)
+
+
+def test_the_device_follows_from_the_local_rank() -> None:
+    expected = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    assert World(5, 8, 0).device == expected
+
+
+def _worlds(rank: int) -> dict[str, Any]:
+    """What one of four ranks sees: alone, in a group of two, in a mesh of two by two, against the environment."""
+    every_group = [torch.distributed.new_group([0, 2]), torch.distributed.new_group([1, 3])]
+    own = every_group[rank % 2]
+    before: Any = torch.utils.data.DataLoader(range(8), batch_size=1)  # type: ignore[arg-type]
+
+    def told_by(world: World | None) -> tuple[list[str], list[Any]]:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            loader = midepoch.wrap(before, seed=0, world=world)
+            taken = [batch.tolist() for _ in range(2) for batch in loader]
+        return [str(each.message) for each in told if "DeviceMesh" in str(each.message)], taken
+
+    init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))  # no rank shares a batch with another
+    alone = told_by(None)[0]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    seen: dict[str, Any] = {
+        "current": World.current(),
+        "group": World.from_group(own),
+        "dp": World.from_mesh(mesh["dp"]),
+        "tp": World.from_mesh(mesh["tp"]),
+        "alone": alone,
+    }
+    for name, world in (("silent", World.current()), ("shared", seen["dp"]), ("unstated", None)):
+        seen[name] = told_by(world)
+    refused: dict[str, Callable[[], World]] = {
+        "another's group": lambda: World.from_group(every_group[1 - rank % 2]),
+        "two dimensions": lambda: World.from_mesh(mesh),
+    }
+    for name, make in refused.items():
+        try:
+            make()
+        except (MidepochError, ValueError) as error:
+            seen[name] = f"{type(error).__name__}: {error}"
+    os.environ["WORLD_SIZE"] = "3"
+    try:
+        World.current()
+    except MidepochError as error:
+        seen["disagreement"] = str(error)
+    finally:
+        del os.environ["WORLD_SIZE"]
+    return seen
+
+
+def test_groups_and_meshes_of_real_processes() -> None:
+    for rank, seen in enumerate(sources.in_gloo_world(_worlds, 4)):
+        assert seen["current"] == World(rank, 4)
+        assert seen["group"] == World(rank // 2, 2)
+        assert seen["dp"] == World(rank // 2, 2)
+        assert seen["tp"] == World(rank % 2, 2)
+        assert seen["another's group"].startswith("MidepochError: this process is not in the group")
+        assert seen["two dimensions"].startswith("ValueError: World.from_mesh needs one dimension, got 2")
+        assert "world_size 4" in seen["disagreement"]
+        assert "WORLD_SIZE=3" in seen["disagreement"]
+        assert seen["alone"] == seen["silent"][0] == seen["shared"][0] == []
+        (warned,) = seen["unstated"][0]  # once, not in each epoch
+        assert "a DeviceMesh with dimensions dp, tp is in use" in warned
+        assert "World.from_mesh(mesh['dp'])" in warned and "World.current()" in warned
+        assert seen["unstated"][1] == seen["silent"][1]
+
+
+# --- the share ---
+
+
+def positions(share: Share) -> list[list[int]]:
+    """The positions of each batch, repeats as the positions they repeat."""
+    return [[place % share.size for place in range(*share.span(step))] for step in range(share.steps)]
+
+
+SMALL = list(itertools.product(range(1, 5), range(1, 6)))  # batch size, world size
+
+
+@pytest.mark.parametrize("drop_last", [False, True], ids=["all", "drop_last"])
+@pytest.mark.parametrize("even", [False, True], ids=["pad", "drop"])
+def test_every_rank_gets_as_many_as_from_distributed_sampler(even: bool, drop_last: bool) -> None:
+    for (batch_size, world_size), size in itertools.product(SMALL, range(1, 26)):
+        theirs = [
+            sources.torch_batches(rank, world_size, size, batch_size, drop_last, even) for rank in range(world_size)
+        ]
+        tail: Tail = "drop" if even else "pad"
+        shares = [Share(size, 0, batch_size, World(rank, world_size), tail, drop_last) for rank in range(world_size)]
+        ours = [positions(share) for share in shares]
+        place = f"size {size}, batch {batch_size}, world {world_size}"
+        assert [[len(batch) for batch in rank] for rank in ours] == [
+            [len(batch) for batch in rank] for rank in theirs
+        ], place
+        assert [share.steps for share in shares] == [len(rank) for rank in theirs], place
+        if not drop_last:
+            # The same repeats, too; where batches are dropped, torch's strides drop others than our blocks.
+            counted = Counter(sources.flat(sources.flat(ours)))
+            assert counted == Counter(sources.flat(sources.flat(theirs))), place
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_ranks_in_order_are_the_global_batch_from_any_start(tail: Tail) -> None:
+    """All sizes, starts, batch sizes and worlds of a few: nothing twice, nothing lost but what the tail says."""
+    for (batch_size, world_size), size in itertools.product(SMALL, range(1, 26)):
+        for start in range(size + 1):
+            shares = [
+                Share(size, start, batch_size, World(rank, world_size), tail, False) for rank in range(world_size)
+            ]
+            ranks = [positions(share) for share in shares]
+            most = max(map(len, ranks))
+            place = f"size {size}, start {start}, batch {batch_size}, world {world_size}, tail {tail}"
+            assert {share.global_steps for share in shares} == {most}, place
+            steps = [[rank[step] if step < len(rank) else [] for rank in ranks] for step in range(most)]
+            delivered = [place for step in steps for batch in step for place in batch]
+            rest = list(range(start, size))
+            if tail == "uneven":
+                assert delivered == rest, place
+                continue
+            lengths = {len(sources.flat(rank)) for rank in ranks}
+            assert len(lengths) == 1, place
+            if tail == "drop":
+                assert delivered == rest[: len(rest) - len(rest) % world_size], place
+            else:
+                repeats = -len(rest) % world_size
+                assert delivered == rest + [repeat % size for repeat in range(repeats)], place
+            assert all(len(batch) == batch_size for step in steps[:-1] for batch in step), place
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_drop_last_leaves_out_batches_that_are_not_full(tail: Tail) -> None:
+    for (batch_size, world_size), size in itertools.product(SMALL, range(1, 26)):
+        for rank in range(world_size):
+            share = Share(size, 0, batch_size, World(rank, world_size), tail, True)
+            whole = Share(size, 0, batch_size, World(rank, world_size), tail, False)
+            assert positions(share) == [batch for batch in positions(whole) if len(batch) == batch_size]
+            assert share.global_steps >= share.steps
+
+
+@pytest.mark.parametrize("drop_last", [False, True], ids=["all", "drop_last"])
+@pytest.mark.parametrize("tail", TAILS)
+def test_a_wrapped_loader_gives_what_its_share_says(tail: Tail, drop_last: bool) -> None:
+    for batch_size, world_size, size in itertools.product((1, 3), (1, 2, 5), (1, 2, 9, 16)):
+        for rank in range(world_size):
+            loader = sources.loader_at(rank, world_size, size, batch_size, drop_last, tail)
+            expected = positions(Share(size, 0, batch_size, World(rank, world_size), tail, drop_last))
+            assert len(loader) == len(expected)
+            assert sources.taken(loader) == expected
+            if drop_last and not expected:
+                continue
+            assert (loader.epoch, loader.position) == (1, 0)
+
+
+@settings(max_examples=3000 if CHAOS else 150, deadline=None)
+@given(
+    size=st.integers(1, 60),
+    tail=st.sampled_from(TAILS),
+    legs=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7), st.integers(0, 6)), min_size=1, max_size=5),
+)
+@example(size=2, tail="drop", legs=[(3, 1, 1), (1, 1, 0)])
+def test_any_sequence_of_restarts_covers_the_epoch_once(
+    size: int, tail: Tail, legs: list[tuple[int, int, int]]
+) -> None:
+    """Each leg: so many ranks, with this batch size, are stopped after so many batches; the last runs to the end."""
+    state: dict[str, Any] | None = None
+    covered: list[int] = []
+    world_size = 1
+    for number, (world_size, batch_size, cut) in enumerate(legs):
+        loaders = [sources.loader_at(rank, world_size, size, batch_size, False, tail) for rank in range(world_size)]
+        for loader in loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+        # Where a load leaves less than a share for each, the epoch was over.
+        over = state is not None and tail == "drop" and size - state["position"] < world_size
+        if over:
+            break
+        passes = [iter(loader) for loader in loaders]
+        last = number == len(legs) - 1
+        for _ in range(10**6 if last else cut):
+            step = [next(one, None) for one in passes]
+            if all(batch is None for batch in step):
+                last = last or any(loader.epoch for loader in loaders)  # an epoch without a batch is over too
+                break
+            covered += [sample for batch in step if batch is not None for sample in batch.tolist()]
+            if any(loader.epoch for loader in loaders):
+                last = True
+                break
+        state = loaders[0].state_dict()
+        if tail != "uneven":
+            assert all(loader.state_dict() == state for loader in loaders)
+        if last:
+            break
+    lost, counted = set(range(size)) - set(covered), Counter(covered)
+    repeats = {sample: count - 1 for sample, count in counted.items() if count > 1}
+    if tail == "uneven":
+        assert not lost
+        assert not repeats
+    elif tail == "drop":
+        assert not repeats
+        assert len(lost) < world_size
+        assert lost == set(range(size - len(lost), size))
+    else:
+        assert not lost
+        assert sum(repeats.values()) < world_size
+        assert set(repeats) <= set(range(world_size - 1))
+
+
+@settings(max_examples=200 if CHAOS else 8, deadline=None, derandomize=not CHAOS)
+@given(
+    size=st.integers(1, 40),
+    legs=st.lists(
+        st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(0, 3), st.integers(0, 2)), min_size=2, max_size=4
+    ),
+)
+def test_any_sequence_of_restarts_with_workers_gives_the_same_bits(
+    size: int, legs: list[tuple[int, int, int, int]]
+) -> None:
+    """Each leg: ranks, samples in a batch, batches until it is stopped, worker processes; the last runs to the end."""
+    whole = [tuple(row) for batch in midepoch.wrap(sources.noisy_loader(size), seed=6) for row in batch.tolist()]
+    state: dict[str, Any] | None = None
+    covered: list[tuple[float, ...]] = []
+    for world_size, batch_size, cut, workers in legs:
+        last = (world_size, batch_size, cut, workers) == legs[-1]
+        loaders = [
+            midepoch.wrap(
+                sources.noisy_loader(size, batch_size=batch_size, num_workers=workers), seed=6,
+                world=World(rank, world_size),
+            )
+            for rank in range(world_size)
+        ]  # fmt: skip
+        if state is not None:
+            for loader in loaders:
+                loader.load_state_dict(state)
+        steps = zip(*loaders, strict=True)
+        for step in steps if last else itertools.islice(steps, cut):
+            covered += [tuple(row) for batch in step for row in batch.tolist()]
+            if loaders[0].epoch:
+                break
+        state = loaders[0].state_dict()
+        for loader in loaders:
+            loader.close()
+        if loaders[0].epoch:
+            break
+    assert set(covered) == set(whole)
+    repeats = Counter(covered) - Counter(whole)
+    assert sum(repeats.values()) < world_size and set(repeats) <= set(whole[: world_size - 1])

@@ -1,0 +1,658 @@
+"""The laws are examined: a correct loader satisfies all of them, and each broken one fails exactly its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import multiprocessing
+import pickle
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import pytest
+import torch
+
+from midepoch import StateError, StateMismatchError
+from midepoch.testing import LAWS, LawError, Report, ResumableTests, check_resumable, digest
+from midepoch.testing.examine import Examination
+from midepoch.testing.items import first_difference, leaves
+from midepoch.testing.laws import examine_law
+from midepoch.testing.naming import Naming, split
+from midepoch.testing.pool import Call, ProcessError, ProcessPool, shared_pool
+from midepoch.testing.record import Settings
+from support import batch_shapes, broken_loaders, reference_loader
+from support.broken_loaders import BROKEN, BROKEN_WIDELY, Dies, Hangs, NeverEnds, Raises
+from support.places import TESTS
+from support.reference_loader import BareLoader, PartialLoader, ReferenceLoader, ReplayingLoader, RigidLoader
+
+check = functools.partial(
+    check_resumable,
+    identify=reference_loader.identify,
+    draws=reference_loader.draws,
+    shuffled=True,
+    gather=reference_loader.gather,
+    reseal=reference_loader.reseal,
+    plain=reference_loader.plain,
+    raise_on_failure=False,
+)
+
+
+def statuses(report: Report) -> dict[str, str]:
+    return {verdict.law: verdict.status for verdict in report.verdicts}
+
+
+# The correct loaders.
+
+
+class TestReference(ResumableTests):
+    make_loader = ReferenceLoader
+    identify = staticmethod(reference_loader.identify)
+    draws = reference_loader.draws  # without staticmethod(), as one forgets it
+    reseal = staticmethod(reference_loader.reseal)
+    plain = staticmethod(reference_loader.plain)
+    shuffled = True
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tail": "drop"},
+        {"tail": "uneven"},
+        {"drop_last": True},
+        {"tail": "drop", "drop_last": True, "size": 23},
+        {"num_workers": 2, "batch_size": 1, "size": 8},
+        {"size": 18, "shuffle": False},
+    ],
+    ids=str,
+)
+def test_correct_loaders_satisfy_every_law(options: dict[str, Any]) -> None:
+    rule = {name: options[name] for name in ("tail", "drop_last") if name in options}
+    make_loader = functools.partial(ReferenceLoader, **options)
+    plain = functools.partial(reference_loader.plain, **options)
+    report = check(make_loader, plain=plain, quick=True, shuffled=options.get("shuffle", True), **rule)
+    assert set(statuses(report).values()) == {"holds"}, str(report)
+    assert list(statuses(report)) == list(LAWS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "law", "status", "reason"),
+    [
+        (RigidLoader, "topology", "refused clearly", "it was told not to"),
+        (PartialLoader, "topology", "refused clearly", "it was told not to"),
+        (ReplayingLoader, "cost", "not promised", "constant_time_resume is declared no: it was told not to"),
+    ],
+)
+def test_what_a_loader_declines_it_refuses_or_does_not_promise(
+    kind: Callable[..., Any], law: str, status: str, reason: str
+) -> None:
+    """Refused is what was tried, and raised an error; not promised what there is nothing to try of."""
+    report = check(kind)
+    assert report[law].status == status
+    assert reason in report[law].reason
+    assert set(statuses(report).values()) == {"holds", status}, str(report)
+
+
+def test_a_loader_of_three_methods_is_examined_as_far_as_it_goes() -> None:
+    report = check(BareLoader, plain=None)
+    assert report.holds, str(report)
+    not_applicable = {verdict.law: verdict.reason for verdict in report.verdicts if verdict.status == "not applicable"}
+    assert not_applicable == {
+        "transparent": "no plain loader is known: give plain=, a function that makes it",
+        "cost": "the factory takes no read_log",
+        "any item": "the factory takes no items",
+        "witness": "the state has no witness: nothing of the data is compared at a resume",
+        "reshard": "the loader has no reshard",
+        "rollback": "the loader has no commit and rollback",
+    }
+    assert "the factory takes no batch_size" in report["topology"].reason
+    assert "state_dict takes no in_flight" in report["delivery"].reason
+    assert "not midepoch's" in report["refusal"].reason
+
+
+def lone_loader(size: int = 6, batch_size: int = 6) -> ReferenceLoader:
+    return ReferenceLoader(size=size, batch_size=batch_size)
+
+
+class WritesHistoryDifferently(ReferenceLoader):
+    """What is in flight is in the state's detail, which changes nothing else."""
+
+    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
+        state = super().state_dict(in_flight)
+        return reference_loader.reseal(state | {"detail": "in flight"}) if in_flight else state
+
+    def check_topology(self, state: dict[str, Any]) -> None:
+        super().check_topology(state | {"detail": "" if state["detail"] == "in flight" else state["detail"]})
+
+
+def plain_without_length(rank: int = 0, world_size: int = 1, **options: Any) -> Any:
+    return Unsized(reference_loader.plain(rank, world_size, **options))
+
+
+class Unsized:
+    def __init__(self, inside: Any) -> None:
+        self.inside, self.sampler = inside, inside.sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.inside)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain"),
+    [
+        (WritesHistoryDifferently, reference_loader.plain),
+        (broken_loaders.HasNoLength, plain_without_length),
+        (ReferenceLoader, plain_without_length),
+    ],
+)
+def test_what_is_allowed_is_not_held_against_a_loader(kind: type[ReferenceLoader], plain: Any) -> None:
+    report = check(kind, plain=plain)
+    assert set(statuses(report).values()) == {"holds"}, str(report)
+
+
+def test_what_cannot_be_examined_says_why() -> None:
+    report = check(lone_loader, plain=functools.partial(reference_loader.plain, size=6, batch_size=6))
+    assert "no more than one batch" in report["tail"].reason
+    assert "fewer than three batches" in report["chain"].reason
+    assert report["partition"].reason == "the factory takes no rank and world_size"
+    assert {report[law].status for law in ("tail", "chain", "partition")} == {"not applicable"}
+    assert report.holds
+
+
+# The broken loaders.
+
+
+def test_there_is_a_broken_loader_for_each_law() -> None:
+    assert {law for law, _ in BROKEN} == set(LAWS)
+
+
+FIRST = dict(reversed(BROKEN))
+"""A loader for each law. Others show that a law finds its fault in another shape, too: a law changes rarely."""
+
+
+@pytest.mark.parametrize(
+    ("law", "kind"),
+    [pytest.param(law, kind, marks=() if FIRST[law] is kind else pytest.mark.long) for law, kind in BROKEN],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_each_broken_loader_fails_exactly_its_law(law: str, kind: type[ReferenceLoader]) -> None:
+    plain = getattr(kind, "plain", reference_loader.plain)
+    report = check(kind, plain=plain, quick=True, world_sizes=(1, 2))
+    assert [error.law for error in report.failures] == [law], str(report)
+    error = report.failures[0]
+    assert all((error.expected, error.got, error.cause, error.cure))
+    assert "Traceback" not in error.expected
+    assert report[law].error is error
+    assert not report.holds
+
+
+@pytest.mark.parametrize(("law", "kind"), BROKEN_WIDELY, ids=lambda value: getattr(value, "__name__", value))
+def test_each_widely_broken_loader_fails_the_law_that_says_most(law: str, kind: type[ReferenceLoader]) -> None:
+    report = check(kind, quick=True, plain=None)
+    assert law in [error.law for error in report.failures], str(report)
+    seeds = kind is broken_loaders.OrdersByTheProcessSeed
+    assert all(("depends on the global seeds of its process" in error.cause) == seeds for error in report.failures)
+
+
+class DrawsItsSeed(ReferenceLoader):
+    """Takes the process's seed where none is stated, and keeps it in its state."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, *, seed: int | None = None, **more: Any) -> None:
+        super().__init__(rank, world_size, seed=seed, **more)
+        self.seed = torch.initial_seed() if seed is None else seed
+
+
+class RefusesWithinAPass(ReferenceLoader):
+    """Takes a state between two passes only, and says so."""
+
+    running = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.running = True
+        try:
+            yield from super().__iter__()
+        finally:
+            self.running = False
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check(state)
+        if self.running:
+            raise RuntimeError("a pass is running")
+        self.apply(state)
+
+
+def test_a_seed_that_is_kept_in_the_state_may_come_from_anywhere() -> None:
+    report = check(functools.partial(DrawsItsSeed, size=14), quick=True, plain=None)
+    assert report.holds, str(report)
+
+
+def test_a_loader_may_refuse_to_be_loaded_within_a_pass() -> None:
+    verdict = check(RefusesWithinAPass, quick=True, laws=["round trip"])["round trip"]
+    assert verdict.status == "refused clearly", verdict
+    assert "RuntimeError: a pass is running" in verdict.reason
+
+
+class IsReadOnce(ReferenceLoader):
+    """Takes a state, and goes elsewhere, only as long as nothing was read."""
+
+    was_read = False
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            self.was_read = True
+            yield batch
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check(state)
+        if self.was_read:
+            raise StateError("it was read: make another one")
+        self.apply(state)
+
+    def rollback(self) -> None:
+        if self.was_read:
+            raise StateError("it was read, so it cannot go back")
+
+
+class GoesBackNever(ReferenceLoader):
+    """Takes states when it was read, and so could go back."""
+
+    def rollback(self) -> None:
+        raise StateError("it cannot go back")
+
+
+class DrawsAtALoad(IsReadOnce):
+    def apply(self, state: dict[str, Any]) -> None:
+        torch.rand(1)
+        super().apply(state)
+
+
+def test_a_loader_that_is_read_once_refuses_clearly() -> None:
+    laws = ["round trip", "guest", "rollback"]
+    report = check(IsReadOnce, quick=True, laws=laws)
+    assert statuses(report) == {"round trip": "refused clearly", "guest": "holds", "rollback": "refused clearly"}
+    assert "cannot go back" in report["rollback"].reason
+    assert check(GoesBackNever, quick=True, laws=laws)["rollback"].status == "failed"
+    assert check(DrawsAtALoad, quick=True, laws=["guest"])["guest"].status == "failed"
+
+
+class TakesAnyPart(PartialLoader):
+    """Each rank has a part, and that of any other one leads to the same place."""
+
+    def check_topology(self, state: dict[str, Any]) -> None:
+        if not state["detail"]:
+            raise StateMismatchError("the detail is empty")
+        super().check_topology(state | {"detail": "all ranks"})
+
+
+class TakesAnyPartForTheBeginning(TakesAnyPart):
+    def apply(self, state: dict[str, Any]) -> None:
+        super().apply(state)
+        if state["detail"] not in ("all ranks", self.detail()):
+            self.cursor = (state["epoch"], 0)
+
+
+def test_the_part_of_another_rank_is_refused_or_leads_to_the_same_place() -> None:
+    look = functools.partial(check, quick=True, world_sizes=(1, 2), laws=["topology"])
+    assert look(TakesAnyPart)["topology"].status == "refused clearly"
+    error = look(TakesAnyPartForTheBeginning)["topology"].error
+    assert error is not None and "the state of rank 0 alone, loaded on rank 1 of 2" in error.expected
+
+
+def test_a_script_that_every_new_process_runs_again_is_told_so_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n"
+        "from midepoch.testing import check_resumable\nfrom support.reference_loader import ReferenceLoader\n"
+        "check_resumable(ReferenceLoader)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert "needs `if __name__ == '__main__':` around the call" in done.stderr.splitlines()[-1]
+    assert done.stderr.count("An attempt has been made to start a new process") == 1
+
+
+def test_a_failure_is_raised_with_the_report_and_survives_pickling() -> None:
+    with pytest.raises(LawError) as caught:
+        check(broken_loaders.IsFreshUntilStarted, laws=["round trip", "tail"], raise_on_failure=True)
+    error = caught.value
+    assert (error.law, error.epoch, error.batch) == ("round trip", 0, 1)
+    assert error.report is not None
+    assert list(statuses(error.report).items()) == [("tail", "holds"), ("round trip", "failed")]
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    for part in ("'round trip'", "epoch 0, batch 1", error.expected, error.got, error.cause, error.cure):
+        assert part in str(error)
+        assert part in str(error.report) or part == "'round trip'"
+
+
+def test_the_first_difference_is_told() -> None:
+    report = check(broken_loaders.ForgetsTheStreamInTheFirstEpoch, laws=["tail"])
+    error = report["tail"].error
+    assert error is not None
+    assert (error.epoch, error.batch) == (0, 1)
+    assert "after a cut at batch 1" in error.expected
+    assert "float64 tensor 3x3, value 1: 0." in error.expected
+    assert "float64 tensor 3x3, value 1: 0." in error.got
+
+
+# Batches of all shapes.
+
+FOR_NAMES = ("determinism", "tail", "partition", "topology", "delivery")
+look = functools.partial(check_resumable, laws=FOR_NAMES, quick=True, epochs=1, raise_on_failure=False)
+
+
+@pytest.mark.parametrize("shuffle", [True, False], ids=["shuffled", "in order"])
+@pytest.mark.parametrize("kind", batch_shapes.KINDS)
+def test_samples_are_named_whatever_shape_their_batch_has(kind: str, shuffle: bool) -> None:
+    report = look(functools.partial(batch_shapes.make, kind, shuffle), world_sizes=(1, 2))
+    assert set(statuses(report).values()) == {"holds"}, str(report)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in batch_shapes.KINDS if kind != "nothing"])
+def test_samples_that_are_lost_are_missed_whatever_shape_their_batch_has(kind: str) -> None:
+    report = look(functools.partial(batch_shapes.make_forgetful, kind), world_sizes=(1, 2), laws=["topology"])
+    error = report["topology"].error
+    assert error is not None
+    assert error.got.startswith("2 lost")
+
+
+def test_numbers_are_taken_as_names_as_they_are() -> None:
+    settings = Settings(functools.partial(batch_shapes.make, "not a number"), world_sizes=(1, 2))
+    found = [sample for ids in Examination(settings).whole().passes[0].ids for sample in ids]
+    assert sorted(found, key=str) == [1.0, 2.0, 3.0, 4.0, 6.0, 7.0, 8.0, 9.0, "nan", "nan"]
+
+
+def test_a_loader_whose_samples_have_no_names_is_told_so() -> None:
+    report = look(batch_shapes.make_unnamed, world_sizes=(1, 2))
+    assert report.holds, str(report)
+    for law in ("tail", "partition", "topology", "delivery"):
+        assert report[law].status == "not applicable"
+        assert report[law].reason == "no leaf of the batch names the sample; give identify"
+
+
+# Parameters that mean something else.
+
+
+def of_images(rank: int = 0, world_size: int = 1, size: int = 224, items: int = 10) -> ReferenceLoader:
+    return ReferenceLoader(rank, world_size, size=items)
+
+
+def test_a_law_says_what_it_took_a_parameter_for() -> None:
+    report = check(of_images, quick=True, laws=["refusal", "any item"])
+    assert [error.law for error in report.failures] == ["refusal", "any item"]
+    size, items = report.failures
+    assert "size for the number of samples in the data set" in size.cure
+    assert "items for a list of items for the source to deliver" in items.cure
+    assert "If one means something else, pass options= without it" in size.cure
+
+
+def test_a_parameter_may_be_left_alone() -> None:
+    report = check(of_images, quick=True, laws=["refusal", "partition", "any item"], options=("rank", "world_size"))
+    assert report.holds, str(report)
+    assert report["partition"].status == "holds"
+    assert report["any item"].reason == "the factory takes no items"
+    assert "size not applicable: the factory takes no size" in report["refusal"].reason
+
+
+# What the examination itself must survive.
+
+
+@pytest.mark.parametrize(
+    ("kind", "timeout", "told"),
+    [
+        (Hangs, 1.0, "(?s)did not finish.*raise timeout="),
+        (Dies, 120.0, "died with exit code 7"),
+        (Raises, 120.0, "(?s)OSError while iterating, pass 0: the disk is gone.*broken_loaders.py"),
+        (NeverEnds, 120.0, "."),
+    ],
+)
+def test_a_loader_that_fails_is_told_and_the_next_examination_works(kind: Any, timeout: float, told: str) -> None:
+    error = check(kind, laws=["tail"], timeout=timeout)["tail"].error
+    assert error is not None and re.search(told, error.got)
+    assert check(ReferenceLoader, laws=["determinism"], quick=True).holds
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "message"),
+    [
+        ({"make_loader": lambda rank, world_size: None}, TypeError, "must be picklable"),
+        ({"make_loader": 3}, TypeError, "make_loader must be a function"),
+        ({"laws": ["tail", "gravity"]}, ValueError, "no law 'gravity'"),
+        ({"make_loader": functools.partial(ReferenceLoader, size=0)}, ValueError, "without a single batch"),
+        ({"world_sizes": (0,)}, ValueError, "world_sizes"),
+        ({"num_workers": (-1,)}, ValueError, "num_workers"),
+        ({"cuts": (0,)}, ValueError, "cuts"),
+        ({"epochs": 0}, ValueError, "epochs"),
+        ({"tail": "cut"}, ValueError, "tail"),
+        ({"timeout": 0}, ValueError, "timeout"),
+        ({"options": ("rank", "colour")}, ValueError, r"options must be some of rank, .*got \['colour'\]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_arguments(wrong: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        check(**cast(Any, {"make_loader": ReferenceLoader, "laws": ["determinism"]} | wrong))
+
+
+def double(value: int) -> int:
+    return 2 * value
+
+
+def fail(value: int) -> int:
+    raise ValueError(f"not {value}")
+
+
+def test_a_pool_runs_calls_in_order_and_names_failures() -> None:
+    pool = shared_pool()
+    results = pool.run([Call(number % 2, double, (number,)) for number in range(7)], timeout=60)
+    assert results == [2 * number for number in range(7)]
+    with pytest.raises(ProcessError, match=r"ValueError: not 5[\s\S]*in fail"):
+        pool.run([Call(1, fail, (5,))], timeout=60)
+    assert pool.run([Call(1, double, (4,))], timeout=60) == [8]
+
+
+def test_a_pool_finds_modules_off_the_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As pytest imports test modules: under a name that no other process could import.
+    file = tmp_path / "elsewhere.py"
+    file.write_text("def answer(): return __name__\n")
+    name = "folder_off_the_path.elsewhere"
+    monkeypatch.setitem(sys.modules, "folder_off_the_path", types.ModuleType("folder_off_the_path"))
+    specification = importlib.util.spec_from_file_location(name, file)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    monkeypatch.setitem(sys.modules, name, module)
+    specification.loader.exec_module(module)
+    assert shared_pool().run([Call(0, module.answer)], timeout=60) == [name]
+
+
+def test_a_pool_starts_workers_as_its_caller_does() -> None:
+    here = multiprocessing.get_start_method()
+    assert shared_pool().run([Call(0, multiprocessing.get_start_method)], timeout=60) == [here]
+    assert here == "fork" or sys.platform != "linux" or sys.version_info >= (3, 14)
+
+
+def test_a_closed_pool_leaves_no_process() -> None:
+    pool = ProcessPool()
+    assert pool.run([Call(0, double, (1,))], timeout=60) == [2]
+    processes = [server.process for server in pool._servers.values()]
+    pool.close()
+    assert [process.exitcode for process in processes] == [0]
+
+
+# The pytest base class.
+
+
+def test_the_suite_has_one_test_for_each_law() -> None:
+    tests = {name: function for name, function in vars(ResumableTests).items() if name.startswith("test_")}
+    assert [name.removeprefix("test_").replace("_", " ") for name in tests] == list(LAWS)
+    assert {function.__doc__ for function in tests.values()} == {law.sentence for law in LAWS.values()}
+    assert all("\n" not in law.sentence and law.sentence for law in LAWS.values())
+
+
+def test_the_suite_fails_and_skips_as_the_laws_do() -> None:
+    class Broken(ResumableTests):
+        make_loader = broken_loaders.IsFreshUntilStarted
+        reseal = reference_loader.reseal
+
+    class Short(ResumableTests):
+        make_loader = lone_loader
+        not_applicable = frozenset({"partition", "determinism"})
+
+    class Forgotten(ResumableTests):
+        pass
+
+    with pytest.raises(LawError, match="round trip"):
+        Broken().test_round_trip()
+    Broken().test_boundary()
+    with pytest.raises(pytest.skip.Exception, match="partition: the factory takes no rank"):
+        Short().test_partition()
+    with pytest.raises(AssertionError, match="remove it from not_applicable"):
+        Short().test_determinism()
+    with pytest.raises(TypeError, match="must set make_loader"):
+        Forgotten().test_tail()
+
+
+def test_the_knobs_of_the_suite_are_those_of_the_function() -> None:
+    arguments = inspect.signature(check_resumable).parameters
+    knobs = {field.name: field.default for field in dataclasses.fields(Settings)}
+    assert knobs.keys() == set(arguments) - {"laws", "raise_on_failure"}
+    assert all(default in (arguments[name].default, dataclasses.MISSING) for name, default in knobs.items())
+    assert all(getattr(ResumableTests, name) == default for name, default in list(knobs.items())[1:])
+
+
+def test_laws_share_their_runs() -> None:
+    calls = []
+
+    class CountingPool(ProcessPool):
+        def run(self, some: Any, *, timeout: float) -> list[Any]:
+            calls.append(len(some))
+            return shared_pool().run(some, timeout=timeout)
+
+    settings = Settings(ReferenceLoader, identify=reference_loader.identify)
+    examination = Examination(settings, CountingPool())
+    runs = {}
+    for law in ("tail", "next epoch", "round trip"):
+        before = len(calls)
+        examine_law(examination, law)
+        runs[law] = len(calls) - before
+    assert runs["tail"] > 1
+    assert (runs["next epoch"], runs["round trip"]) == (0, 1)
+
+
+def test_the_functions_need_no_pytest() -> None:
+    code = "import sys; sys.modules['pytest'] = None; import midepoch.testing; print(len(midepoch.testing.LAWS))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, str(len(LAWS))), done.stderr
+
+
+# Comparing items.
+
+
+class Pair(NamedTuple):
+    image: Any
+    label: Any
+
+
+@dataclasses.dataclass
+class Sample:
+    image: Any
+
+
+DIFFERENT: list[Any] = [
+    None, True, False, 1, 0, 1.0, 0.0, -0.0, float("nan"), "1", b"1", "", b"", (), [], {}, set(), {1}, (1,), [1],
+    {1: 1}, {"1": 1}, [[1], 2], [1, [2]], torch.tensor(1), torch.tensor([1]), torch.tensor([1.0]), torch.tensor([True]),
+    torch.tensor([1], dtype=torch.int32), torch.tensor([[1]]), torch.empty(0), torch.empty(0, 3), torch.empty(3, 0),
+    torch.tensor([float("nan")]), torch.tensor([-0.0]), torch.tensor([0.0]), torch.tensor([1.0], dtype=torch.bfloat16),
+    torch.tensor([1 + 2j]), np.array([1]), np.array([1.0]), np.float32(1), np.float64(1), np.int64(1),
+    np.array(["a"]), np.array([None]), np.array([(1, 2)], dtype=[("x", "i4"), ("y", "i4")]), Pair(1, 2), (1, 2),
+    Sample(1), Sample(2), Path("a"), torch.eye(2).to_sparse(), torch.eye(2),
+]  # fmt: skip
+
+
+def test_different_items_have_different_digests() -> None:
+    digests = [digest(item) for item in DIFFERENT]
+    twins = [(i, j) for i, one in enumerate(digests) for j, other in enumerate(digests) if i < j and one == other]
+    assert not twins, [(DIFFERENT[i], DIFFERENT[j]) for i, j in twins]
+
+
+def test_equal_items_have_equal_digests() -> None:
+    for item in DIFFERENT:
+        assert digest(pickle.loads(pickle.dumps(item))) == digest(item), item
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    assert digest(torch.arange(6).reshape(2, 3).T) == digest(torch.arange(6).reshape(2, 3).T.contiguous())
+    assert digest(torch.tensor([1 + 2j]).conj()) == digest(torch.tensor([1 - 2j]))
+
+
+class Box:
+    def __init__(self, number: int) -> None:
+        self.words = {f"{word} {number}" for word in ("one", "two", "three", "four")}
+
+
+def test_an_object_with_a_set_has_the_same_digest_in_each_process() -> None:
+    digests = shared_pool().run([Call(process, digest, (Box(1),)) for process in range(3)], timeout=60)
+    assert set(digests) == {digest(Box(1))} != {digest(Box(2))}
+
+
+def test_what_cannot_be_compared_is_named() -> None:
+    with pytest.raises(TypeError, match=r"function at '\['f'\]'"):
+        digest({"f": lambda: None})
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "texts"),
+    [
+        (torch.tensor([1, 2]), torch.tensor([1, 3]), ("int64 tensor 2, value 1: 2", "int64 tensor 2, value 1: 3")),
+        ({"x": [1, 2]}, {"x": [1, 5]}, ("['x'][1]: int: 2", "['x'][1]: int: 5")),
+        ([1, 2], [1, 2, 3], ("list of 2", "list of 3")),
+        (torch.zeros(2), np.zeros(2), ("float32 tensor 2: 0.0, 0.0", "<f8 numpy 2: 0.0, 0.0")),
+    ],
+    ids=str,
+)
+def test_the_first_difference_is_readable(expected: Any, got: Any, texts: tuple[str, str]) -> None:
+    assert first_difference(leaves(expected), leaves(got)) == texts
+
+
+def test_a_difference_far_back_is_told() -> None:
+    one, other = torch.zeros(1000), torch.zeros(1000)
+    other[900] = 1
+    assert "differs after its first 64 values" in first_difference(leaves(one), leaves(other))[1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "ids"),
+    [
+        (torch.tensor([3, 1]), [3, 1]),
+        (np.array([3, 1]), [3, 1]),
+        ([torch.tensor([3, 1]), torch.zeros(2, 5)], [3, 1]),
+        ({"index": torch.tensor([[3], [1]]), "x": torch.zeros(2)}, [3, 1]),
+        (["a", "b"], ["a", "b"]),
+        ("a", ["a"]),
+        (7, [7]),
+        (None, [digest(None)]),
+        ((), [digest(())]),
+        (torch.zeros(2, 3), [digest(torch.zeros(3))] * 2),
+        (torch.tensor([[1, 2], [1, 3]]), [digest(torch.tensor([1, 2])), digest(torch.tensor([1, 3]))]),
+        (torch.tensor([1.5, float("nan")]), [1.5, "nan"]),
+    ],
+    ids=str,
+)
+def test_the_default_identity(batch: Any, ids: list[Any]) -> None:
+    assert Naming()(batch) == ids
+
+
+def test_batches_are_split_into_samples() -> None:
+    x, y = torch.arange(6.0).reshape(3, 2), torch.arange(3)
+    for batch in ((x, y), [x, y], {"x": x, "y": y}, x, [(x[0], 1), (x[1], 2), (x[2], 3)], ["a", "b", "c"]):
+        parts = split(batch, 3)
+        assert parts is not None
+        assert len(set(parts)) == 3
+        assert split(batch, 4) is None
+    assert split((x, y), 3) == split((x.clone(), y.clone()), 3)
+    assert split(None, 1) is None
+    assert split([x[:1]], 1) == split(x[:1], 1), "a list of one column"

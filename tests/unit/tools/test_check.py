@@ -1,0 +1,500 @@
+"""`midepoch check`: the table, the page, and what is told to whoever names the wrong thing."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import inspect
+import io
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
+
+import midepoch
+import midepoch.adapters.dataloader
+from midepoch import adapters
+from midepoch.testing import diagnosis, items
+from midepoch.testing.diagnosis import entropy
+from midepoch.testing.naming import Naming
+from midepoch.testing.pictures import Picture
+from midepoch.testing.record import Settings
+from midepoch.testing.subjects import ByCount, Imported, Side, Subject, recognise
+from midepoch.tools import check as checking
+from midepoch.tools import shown
+from midepoch.tools.cli import main
+from support import check_sources, forking
+
+pytest.importorskip("typer", reason="needs midepoch[cli]")
+
+SOURCES = Path(check_sources.__file__)
+
+
+
+class Checked(NamedTuple):
+    """What the command printed, and its exit status."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Terminal(io.StringIO):
+    """A file that passes for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def check(*arguments: str, folder: Path = SOURCES.parent, terminal: bool = False) -> Checked:
+    """Run the command in this process, so that all tests share the processes in which loaders are resumed."""
+    stdout, stderr = io.StringIO(), Terminal() if terminal else io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("COLUMNS", "160")
+        patch.setattr(sys, "argv", ["midepoch", "check", *arguments])
+        patch.setattr(sys, "path", list(sys.path))
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            try:
+                main()
+                status: Any = 0
+            except SystemExit as end:
+                status = end.code or 0
+    return Checked(status, stdout.getvalue(), stderr.getvalue())
+
+
+def check_apart(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The same in a process of its own, for modules whose names other tests use too."""
+    environment = {**os.environ, "COLUMNS": "160"}
+    return forking.run(["-m", "midepoch", "check", *arguments], cwd=folder, env=environment, timeout=400)
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Checked, Path]]:
+    """What was printed about a sound loader and about one that loses samples, and the pages."""
+    folder = tmp_path_factory.mktemp("pages")
+    good, bad = folder / "good.html", folder / "bad.html"
+    return {
+        "good": (check("check_sources:good", "--quick", "--shuffled", "--epochs=1", f"--report={good}"), good),
+        "bad": (check("check_sources:forgetful", "--quick", "--epochs=1", "--verbose", f"--report={bad}"), bad),
+    }
+
+
+@pytest.fixture(scope="module")
+def pages(checked: dict[str, tuple[Checked, Path]]) -> tuple[Path, Path]:
+    """Both pages."""
+    return checked["good"][1], checked["bad"][1]
+
+
+def test_a_sound_loader_is_called_exact_in_one_table(checked: dict[str, tuple[Checked, Path]]) -> None:
+    done = checked["good"][0]
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["check_sources:good (DataLoader)", "It continues exactly where it was cut"]
+    assert re.search(r"rest of an epoch that was cut +\d+ of 40 samples lost, \d+ twice +exact", done.stdout)
+    assert re.search(r"continued on 2 ranks .* exact", done.stdout) and "fail" not in done.stdout
+    assert "proved at each resume: same data" in done.stdout and len(lines) <= 20
+
+
+def test_a_broken_loader_leads_with_the_cause(checked: dict[str, tuple[Checked, Path]]) -> None:
+    done = checked["bad"][0]
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[1] == "A resumed run is not the run that was cut"
+    assert re.search(r"first seen +epoch 0, batch 1", done.stdout)
+    assert re.search(r"\d+ more fail with it: tail, boundary, round trip, chain", done.stdout)
+    assert re.search(r"rest of an epoch that was cut +4 of 24 samples lost, 0 twice", done.stdout)
+    assert re.search(r"tail +failed +0 ", done.stdout), "with --verbose"
+    for word in ("expected:", "got:", "usually:", "cure:", "not applicable: it could not be tried"):
+        assert word in done.stdout
+
+
+SOURCE = r"check_sources.py:\d+: "
+SAID: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "drifting --epochs=1": (
+        "nearly every law fails, for one cause", 1,
+        ("^It does not repeat itself", "first seen +epoch 0, batch 0",
+         rf"drawn at +{SOURCE}generator = np.random.default_rng\(\)",
+         r"1\d more fail with it: states, determinism, tail", "instead +draw from the global generators"),
+    ),
+    "unseeded --laws=tail": (
+        "midepoch refuses the order", 1,
+        ("^Unseeded does not repeat itself: two lists for epoch 0",
+         rf"drawn at +{SOURCE}return iter\(np.random.default_rng\(\)",
+         r"cut +\d+ of 24 samples lost, \d+ twice +fails: SourceError"),
+    ),
+    "dropping --quick --epochs=1 --laws=partition,topology": (
+        "two of 22 in batches of four, and what does not divide by the ranks, are not lost", 0,
+        ("Laws and trials: 2 hold.", "continued on 2 ranks .* exact", "continued with batches of 5 .* exact"),
+    ),
+    "mixing --quick --epochs=1 --laws=tail,partition,topology": (
+        "samples that then= mixes have no name, and are compared by batches", 0,
+        ("^It continues exactly where it was cut", r"2 do not apply \(partition, topology\)",
+         r"rest of an epoch that was cut +\d+ of 22 samples lost, \d+ twice +exact"),
+    ),
+    "built_for_its_rank --quick --epochs=1 --laws=reshard": (
+        "a loader that is built for its rank refuses to change it", 0, (r"1 refused clearly \(reshard\)",),
+    ),
+    "ends_early --quick --epochs=1 --laws=transparent": (
+        "a resumed run agrees with the wrapped one, so that only the plain loader can show it", 1,
+        ("^Without any resume, it does not give what the plain loader gives", "first seen +epoch 0, batch 4",
+         "expected +as the plain loader: sample 8 once", "got +never; lost: 8, 9"),
+    ),
+    "failing": (
+        "an error of the dataset", 1,
+        ("OSError while iterating, pass 0: seven is damaged", "first seen +epoch 0, batch 1",
+         rf"raised at +{SOURCE}raise OSError"),
+    ),
+    "streamed --quick --epochs=1 --laws=tail,cost": (
+        "a generator function", 0,
+        ("^It continues exactly", r"Laws and trials: 1 hold; 1 not promised \(cost\).",
+         "its state .* bytes, what was read is read again"),
+    ),
+    "once": ("what cannot be wrapped", 1, ("^midepoch.wrap refuses it: ",)),
+    "alone --seconds=0.001 --epochs=1": (
+        "no law is begun when the time is over", 0,
+        (r"26 not reached \(lists, .*rollback\)", "--seconds 300", "^No law that was examined is broken"),
+    ),
+    "entropic --laws=tail,isolation,refusal --epochs=1 --world-sizes=1": (
+        "numbers that no seed restores, as capabilities says, are no fault of states", 1,
+        (r"^It does not continue exactly, and says so: two reads of sample \d+ differ in \[1\] *$",
+         rf"drawn at +{SOURCE}return index, int.from_bytes\(os.urandom\(6\)\)",
+         "instead +draw from the global generators"),
+    ),
+    "entropic --laws=tail --trials=0 --epochs=1 --world-sizes=1 --quick --lenient": (
+        "it passes where that is asked for", 0, ("^It does not continue exactly, and says so",),
+    ),
+    "noisy --quick --laws=tail --epochs=1 --world-sizes=1 --trials=0": (
+        "samples with other noise are not lost", 0,
+        (r"rest of an epoch that was cut +\d+ of 24 samples not the same +exact",
+         "the epoch after it +24 of 24 samples not the same +exact"),
+    ),
+}  # fmt: skip
+"""Source and options -> what that shows, the exit status, what is told."""
+
+
+@pytest.mark.parametrize("command", SAID)
+def test_what_is_found_fits_on_a_screen(command: str) -> None:
+    name, *options = command.split()
+    why, status, told = SAID[command]
+    done = check(f"check_sources:{name}", *options)
+    assert done.returncode == status, why + done.stdout + done.stderr
+    for words in told:
+        assert re.search(words, done.stdout, re.MULTILINE), words + done.stdout
+    assert len(done.stdout.splitlines()) <= 25 and "Traceback" not in done.stdout
+
+
+def test_without_a_terminal_there_is_a_line_of_progress_at_once_and_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On stderr, so that stdout has the report alone."""
+    assert checking._BETWEEN_LINES == 10
+    monkeypatch.setattr(checking, "_BETWEEN_LINES", 0.05)
+    done = check("check_sources:alone", "--quick", "--epochs=1", "--laws=tail")
+    first, *others = done.stderr.splitlines()
+    assert first == "   0 s: what it is (1 of 5)" and len(others) > 2, done.stderr
+    assert all(re.fullmatch(r" +\d+ s: [a-z, ]+ \(\d of 5\)", line) for line in others), done.stderr
+    assert " of 5)" not in done.stdout
+
+
+def test_a_plain_dataloader_is_examined_bare_and_wrapped() -> None:
+    """Named as an object. Ranks, workers and batch size are derived from it. The bar says what is tried."""
+    done = check("check_sources:loader", "--quick", "--epochs=1", "--laws=tail", terminal=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "without midepoch" in done.stdout and "with midepoch.wrap(..., seed=0)" in done.stdout
+    for question in ("rest of an epoch that was cut", "continued on 2 ranks", "continued with 2 workers",
+                     "continued with batches of 5"):  # fmt: skip
+        assert re.search(question + r" +\d+ of 24 samples lost, \d+ twice +exact", done.stdout), done.stdout
+    assert re.search(r"the epoch after it +the same samples in another order +exact", done.stdout)
+    assert re.search(r"its state +a number of batches, which are read again +\d+ bytes, nothing", done.stdout)
+    for tried in ("an uninterrupted run", "cut, and continued", "tail", "which cause"):
+        assert tried in done.stderr
+
+
+def test_a_line_of_the_users_is_known_in_any_folder_and_one_of_midepochs_by_where_it_is(tmp_path: Path) -> None:
+    """A checkout may be called midepoch, and midepoch's own files may be imported through links."""
+    users = tmp_path / "midepoch" / "mine.py"
+    users.parent.mkdir()
+    users.write_text("def read(index):\n    raise OSError(index)\n")
+    ours = [midepoch.__file__, adapters.dataloader.__file__, checking.__file__, os.path.realpath(midepoch.__file__)]
+    frames = [(str(users), 2, "raise OSError(index)"), *((file, 1, "import os") for file in [*ours, os.__file__])]
+    trace = "".join(f'  File "{file}", line {line}, in read\n    {text}\n' for file, line, text in frames)
+    assert diagnosis._raised_at(trace) == ["mine.py:2: raise OSError(index)"]
+
+
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader
+
+{name} = DataLoader(list(range(12)), batch_size=4, shuffle=True)
+
+if __name__ == "__main__":
+    raise SystemExit("trains")
+"""
+
+
+def test_a_script_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "train_alone.py").write_text(SCRIPT.format(name="data"))
+    done = check("train_alone.py", "--quick", "--epochs=1", "--laws=tail", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("train_alone.py (DataLoader)")
+    (tmp_path / "train_two.py").write_text(SCRIPT.format(name="first = second"))
+    done = check("train_two.py", folder=tmp_path)
+    assert done.returncode == 2
+    assert "several loaders: name one, train_two.py:first or train_two.py:second" in done.stderr
+    (tmp_path / "train_none.py").write_text("data = 3\n")
+    done = check("train_none.py", folder=tmp_path)
+    assert done.returncode == 2 and "write a function make_loader() in it" in done.stderr
+
+
+def test_an_object_is_made_anew_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "made_anew.py").write_text("batches = [1, 2]\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    make = Imported("made_anew", str(tmp_path), "batches")
+    make().append(3)
+    assert make() == [1, 2]
+
+
+def test_counting_is_what_programs_do() -> None:
+    """Begin anew, skip, and tell the sampler its epoch."""
+    data = TensorDataset(torch.arange(8))
+    source = DataLoader(data, 2, sampler=DistributedSampler(data, num_replicas=1, rank=0, seed=3))
+    whole = ByCount(source)
+    epochs = [[batch[0].tolist() for batch in whole] for _ in range(2)]
+    assert epochs[0] != epochs[1], "the sampler was told"
+    resumed = ByCount(source)
+    resumed.load_state_dict({"epoch": 1, "batches": 3})
+    assert [batch[0].tolist() for batch in resumed] == epochs[1][3:]
+    assert resumed.state_dict() == {"epoch": 2, "batches": 0}
+
+
+def test_a_dataloader_is_varied_and_stays_the_same_otherwise() -> None:
+    generator = torch.Generator()
+
+    def make() -> Any:
+        return DataLoader(range(9), 2, shuffle=True, drop_last=True, collate_fn=tuple, generator=generator)  # type: ignore
+
+    subject = Subject(make, "bare", (("num_workers", 0), ("batch_size", 2)))
+    made = subject(batch_size=4, num_workers=2)._source
+    assert (made.batch_size, made.num_workers, made.drop_last) == (4, 2, True)
+    assert made.collate_fn is tuple and made.generator is generator and type(made.sampler) is RandomSampler
+    assert inspect.signature(subject).parameters["batch_size"].default == 2
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_of_a_long_dataloader_the_first_samples_are_examined(shuffle: bool) -> None:
+    def make() -> Any:
+        return midepoch.wrap(DataLoader(range(1003), 4, shuffle=shuffle), seed=3)  # type: ignore[arg-type]
+
+    nature = recognise(Settings(make), {})
+    assert (nature.kind, nature.samples) == ("DataLoader; of its 1,003 samples the first 83", 20 * 4 + 3)
+    sides: tuple[Side, ...] = ("given", "bare")
+    for side in sides:
+        batches = list(Subject(make, side, nature.derived, nature.samples)(num_workers=0, batch_size=5))
+        assert len(batches) == 17 and sorted(torch.cat(batches).tolist()) == list(range(83))
+        assert (torch.cat(batches).tolist() != list(range(83))) is shuffle
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sampler": list(range(1003))}, {"batch_size": 26}, {"batch_size": None}, {"batch_sampler": [[1], [2]] * 300}],
+)
+def test_a_short_dataloader_or_one_with_a_sampler_of_its_own_is_examined_whole(options: dict[str, Any]) -> None:
+    options = {**({} if "batch_sampler" in options else {"batch_size": 4}), **options}
+    assert recognise(Settings(lambda: DataLoader(range(1003), **options)), {}).samples == 0  # type: ignore[arg-type]
+
+
+def draw_seeded() -> Any:
+    return [random.Random(3).random(), np.random.default_rng(3).random()]
+
+
+def draw_python() -> Any:
+    return [random.Random().random()]
+
+
+def draw_system() -> Any:
+    return [os.urandom(2)]
+
+
+@pytest.mark.parametrize(
+    ("draw", "line"),
+    [(draw_seeded, ""), (draw_python, "return [random.Random().random()]"), (draw_system, "return [os.urandom(2)]")],
+)
+def test_who_asks_the_operating_system_for_numbers_is_named(draw: Any, line: str) -> None:
+    class Draws:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(draw())
+
+    found = entropy(Settings(Draws), {})
+    assert [each.partition(": ")[2] for each in found] == ([line] if line else [])
+
+
+def text_of(page: Path) -> str:
+    """What a reader sees, of a page that fetches nothing and runs nothing."""
+    found = page.read_text("utf-8")
+    assert not re.search(r"<(script|link|img)|(src|href)=", found)
+    return html.unescape(re.sub(r"<[^>]*>", "", found))
+
+
+def test_the_page_says_what_was_found(pages: tuple[Path, Path]) -> None:
+    good, bad = map(text_of, pages)
+    for text, finding in ((good, "It continues exactly"), (bad, "A resumed run is not the run that was cut")):
+        in_order = [finding, "rest of an epoch that was cut", "Which samples each rank received", "What it rests on"]
+        assert [text.index(each) for each in in_order] == sorted(text.index(each) for each in in_order)
+    assert " fail" not in good and "not applicable: it could not be tried" in good
+    assert "proved at each resume" in good and "86 samples of 8 epochs, 344 reads in 2 processes" in good
+    assert re.search(r"Laws and trials: \d+ hold; \d+ fail", bad) and "believed" in bad and "usually" in bad
+    assert good.count("40 samples: 0 lost") == 9, "nine changes of one, two and three ranks"
+    assert good.count("3 cuts: at worst 0 lost") == 9
+    assert "epoch 0, 1 rank before and 1 rank after: 3 cuts: at worst 4 lost" in bad
+    assert re.search(r"cut after 1 batches of each rank: 24 samples: 4 lost \(\d+, \d+, \d+, \d+\), 0 repeated", bad)
+    assert re.search("rank 1, after +█+", good)
+
+
+def test_a_row_has_a_colour_for_what_became_of_each_sample() -> None:
+    """A column of several samples shows the worst of them."""
+    order, colours = tuple(range(6)), shown._KINDS
+    picture = Picture(0, 1, (1, 1), order, ((0, 1),), ((1, 2, 4),))
+    assert (picture.lost, picture.repeated) == ((3, 5), (1,))
+    for columns, expected in ((6, "before repeated after lost after lost"), (3, "repeated lost lost")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shown, "_MOST_COLUMNS", columns)
+            row = list(shown._drawing([picture]))[2]
+        assert [str(span.style) for span in row.spans] == [colours[kind] for kind in expected.split()]
+
+
+def test_lost_samples_are_named_if_a_person_can_read_their_names() -> None:
+    for names, told in (((5, 6, 7), "1 lost (7)"), (tuple(map(items.digest, (5, 6, 7))), "1 lost, ")):
+        picture = Picture(0, 1, (1, 1), names, (names[:1],), (names[1:2],))
+        assert any(told in str(line) for line in shown._drawing([picture]))
+
+
+def test_what_a_trial_finds_is_named_before_anything_else(tmp_path: Path) -> None:
+    """And what each promise rests on is said. Without time there are no trials."""
+    page = tmp_path / "page.html"
+    arguments = ("--quick", "--laws=tail,honesty", "--epochs=1", "--verbose")
+    done = check("check_sources:promising", *arguments, f"--report={page}")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.splitlines()[1].startswith("It does not repeat itself")
+    assert re.search(r"got +two reads of sample (5|12|19) differ", done.stdout)
+    assert re.search(r"drawn at +check_sources.py:\d+: return int.from_bytes\(os.urandom\(6\)\)", done.stdout)
+    assert done.stdout.index("two reads of sample") < done.stdout.index("the law 'tail' is broken")
+    assert re.search(r"same data +proved at each resume", done.stdout)
+    assert re.search(r"exact_order +not kept +samples: two reads of sample (5|12|19) differ in the sample", done.stdout)
+    assert re.search(r"constant_time_resume +believed ", done.stdout)
+    assert text_of(page).index("two reads of sample") < text_of(page).index("rests on")
+    without = check("check_sources:promising", "--quick", "--epochs=1", "--laws=honesty", "--trials=0").stdout
+    assert "two reads of sample" not in without and "believed" not in without
+
+
+@pytest.mark.parametrize("factory", ["of_kinds", pytest.param("of_nested", marks=pytest.mark.long)])
+def test_tensors_of_every_layout_are_compared(factory: str) -> None:
+    few = ("--quick", "--epochs=1", "--world-sizes=1", "--laws=tail,isolation,witness")
+    done = check(f"check_sources:{factory}", *few)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Laws and trials: 3 hold." in done.stdout
+
+
+@pytest.mark.parametrize("kind", check_sources.KINDS)
+def test_content_of_every_layout_is_told_apart(kind: str) -> None:
+    of, row = check_sources.KINDS[kind], torch.arange(4.0)
+    assert items.digest(of(row)) == items.digest(of(row.clone()))
+    assert items.digest(of(row)) != items.digest(of(row + torch.tensor([0.0, 1.0, 0.0, 0.0])))
+    names = Naming()(of(row))
+    assert len(set(names)) == len(names)
+    same_integers = torch.quantize_per_tensor(row * 2, 0.2, 0, torch.quint8)
+    assert kind != "quantized" or items.digest(of(row)) != items.digest(same_integers)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("midepoch ch", "check"), ("midepoch ins", "inspect"), ("midepoch check --wor", "--world-sizes")],
+)
+def test_a_shell_completes_commands_and_options(line: str, expected: str) -> None:
+    words = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_MIDEPOCH_COMPLETE": "complete_bash"}
+    assert forking.run(["-m", "midepoch"], env=os.environ | words).stdout.split() == [expected]
+
+
+def test_a_file_and_a_function_without_arguments(tmp_path: Path) -> None:
+    (tmp_path / "of_mine.py").write_text(SOURCES.read_text(encoding="utf-8"))
+    done = check("of_mine.py:alone", "--quick", "--epochs=1", "--laws=determinism,tail", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Laws and trials: 2 hold." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["good"], r"names no loader: write package.module:make_loader"),
+        (["nowhere:good"], r"cannot be imported .*run this in the module's folder"),
+        (["nowhere.py:good"], "there is no file nowhere.py"),
+        (["check_sources:bad"], "has no function and no loader 'bad'"),
+        (["check_sources:number"], "has no function and no loader 'number'"),
+        (["check_sources:alone", "--laws=tale"], "there is no law 'tale'; the laws are transparent"),
+        (["check_sources:alone", "--tail=wag"], "tail must be 'pad', 'drop' or 'uneven'"),
+        (["check_sources:alone", "--epochs=0"], "epochs must be at least 1"),
+        (["check_sources:alone", "--world-sizes=two"], "numbers separated by commas"),
+        (["check_sources:alone", "--laws=round trip", "--report=/nowhere/page.html"], "No such file or directory"),
+        (["check_sources:empty"], "without a single batch"),
+        (["check_sources:raises"], "builds no loader: fix it.*RuntimeError: no data here"),
+        (["check_sources:needs"], "builds no loader: fix it, or give its parameters defaults.*path"),
+        (["check_sources:alone", "--report=/tmp"], "/tmp is a folder: name a file for the page"),
+        (["check_sources:alone", "--cuts=0"], "cuts must be integers of at least 1"),
+        (["check_sources:alone", "--identify=check_sources:who"], "has no function 'who'"),
+    ],
+)
+def test_what_cannot_be_examined_is_told(arguments: list[str], message: str) -> None:
+    done = check(*arguments)
+    assert done.returncode == 2
+    assert re.search(message, re.sub(r"[│\s]+", " ", done.stderr)), done.stderr
+    assert ("Traceback" in done.stderr) == ("builds no loader" in message), "of the function's own errors only"
+
+
+def test_a_module_that_leaves_when_it_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text("def make_loader(): pass\nraise SystemExit(0)\n")
+    done = check("leaves.py:make_loader", folder=tmp_path)
+    assert done.returncode == 2 and "fails when it is imported: SystemExit: 0" in done.stderr
+
+
+def test_the_file_that_is_named_is_the_one_that_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = SOURCES.read_text(encoding="utf-8")
+    for name, text in (("a", source), ("b", source.replace("def alone", "def other"))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'a'}:{tmp_path / 'b'}")
+    done = check_apart("b/mine.py:alone", "--laws=tail", folder=tmp_path)
+    assert done.returncode == 2 and "has no function and no loader 'alone'" in done.stderr, done.stdout
+    (tmp_path / "types.py").write_text(source)
+    done = check_apart("types.py:alone", "--laws=tail", folder=tmp_path / "a")
+    assert done.returncode == 2 and "there is no file" in done.stderr
+    done = check_apart("../types.py:alone", "--laws=tail", folder=tmp_path / "a")
+    assert done.returncode == 2 and "there is another module 'types'" in done.stderr
+
+
+def test_names_are_text_and_the_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "x[red]"
+    folder.mkdir()
+    source = SOURCES.read_text(encoding="utf-8")
+    names = "\n\ndef names(batch):\n    return [f'\\udc80é{n}' for n in batch[0]]\n"
+    (folder / "red_mine.py").write_text(source + names, encoding="utf-8")
+    (folder / "report[old].html").write_text("before")
+    arguments = ("x[red]/red_mine.py:alone", "--quick", "--epochs=1", "--laws=partition")
+    report = "--report=x[red]/report[old].html"
+    done = check(*arguments, report, "--identify=x[red]/red_mine.py:names", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "x[red]/red_mine.py:alone" in done.stdout and "report[old].html" in done.stdout
+    found = text_of(folder / "report[old].html")
+    assert "x[red]/red_mine.py:alone (DataLoader)" in found and re.search(r"lost \(.*é\d", found)
+    (folder / "report[old].html").write_text("before")
+    done = check("x[red]/red_mine.py:empty", "--report=x[red]/report[old].html", folder=tmp_path)
+    assert done.returncode == 2 and (folder / "report[old].html").read_text() == "before"
+    assert sorted(each.name for each in folder.iterdir() if each.suffix != "") == ["red_mine.py", "report[old].html"]

@@ -1,0 +1,302 @@
+"""`midepoch inspect`: every kind of checkpoint, damaged and hostile files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint.format_utils
+from torch.utils.data import DataLoader, TensorDataset
+
+import midepoch
+from midepoch.errors import MidepochError, SnapshotError
+from midepoch.tools.inspection import look
+from support import forking
+
+dcp: Any = torch.distributed.checkpoint
+
+
+def make(size: int = 40, seed: int = 3) -> Any:
+    return midepoch.wrap(DataLoader(TensorDataset(torch.arange(size)), batch_size=4, shuffle=True), seed=seed)
+
+
+def after(batches: int) -> Any:
+    loader = make()
+    for _, _ in zip(range(batches), loader, strict=False):
+        pass
+    return loader
+
+
+def inspect(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return forking.run(["-m", "midepoch", "inspect", *arguments], timeout=120)
+
+
+def snapshot(path: Path, batches: int = 3) -> Any:
+    loader, model = make(), torch.nn.Linear(1, 1)
+    saver = midepoch.Snapshot(path, model=model, data=loader, signals=())
+    for _, _ in zip(range(batches), loader, strict=False):
+        saver.step()
+    saver.save()
+    return loader.state_dict()
+
+
+def test_a_snapshot_as_a_person_reads_it(tmp_path: Path) -> None:
+    snapshot(tmp_path / "snapshot.pt")
+    done = inspect(str(tmp_path / "snapshot.pt"))
+    assert done.returncode == 0, done.stderr
+    told = "snapshot, saved 20", "just now", "steps 3", "parts.data", "dataloader", "12 of 40 (30.0%)", "1 ranks"
+    for words in (*told, "batch size 4", "holds"):
+        assert words in done.stdout, words
+
+
+def test_for_programs(tmp_path: Path) -> None:
+    state = snapshot(tmp_path / "snapshot.pt")
+    found = json.loads(inspect(str(tmp_path / "snapshot.pt"), "--json").stdout)
+    assert found["kind"] == "snapshot" and found["steps"] == 3 and found["problems"] == []
+    assert found["states"] == [
+        {"file": str(tmp_path / "snapshot.pt"), "keys": ["parts", "data"], "problem": "", "state": state}
+    ]
+
+
+def write_json(path: Path, state: Any) -> None:
+    path.write_text(json.dumps({"step": 3, "callbacks": [{"loader": state}]}))
+
+
+def write_bare(path: Path, state: Any) -> None:
+    path.write_text(json.dumps(state))
+
+
+def write_torch(path: Path, state: Any) -> None:
+    torch.save({"weights": torch.zeros(3), "loops": {"fit": (1, {"loader": state})}}, path)
+
+
+def write_folder(path: Path, state: Any) -> None:
+    path.mkdir()
+    torch.save(state, path / "custom_checkpoint_0.pkl")
+    torch.save({"x": torch.zeros(3)}, path / "model.pt")
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (write_json, "callbacks.0.loader"),
+        (write_bare, ""),
+        (write_torch, "loops.fit.1.loader"),
+        (write_folder, ""),
+    ],
+)
+def test_every_kind_of_checkpoint(write: Any, name: str, tmp_path: Path) -> None:
+    state = after(3).state_dict()
+    write(tmp_path / "checkpoint", state)
+    (place,) = look(tmp_path / "checkpoint").states
+    assert (place.name, place.state, place.problem) == (name, state, "")
+
+
+def test_a_checkpoint_of_lightnings(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+
+    class Model(BoringModel):
+        def train_dataloader(self) -> Any:
+            return midepoch.wrap(DataLoader(RandomDataset(32, 40), batch_size=4, shuffle=True), seed=3)
+
+        def val_dataloader(self) -> Any:
+            return []
+
+    trainer = lightning.Trainer(
+        max_steps=3, logger=False, accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path,
+        enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(Model())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    contents = look(tmp_path / "last.ckpt")
+    assert [place.state["position"] for place in contents.states] == [12]
+    assert "combined_loader" in contents.states[0].name
+
+
+# --- damaged and hostile files --------------------------------------------------------------------------------
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (os.system, (f"touch {os.environ['EVIL']}",))
+
+
+def test_no_code_of_a_file_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVIL", str(tmp_path / "evil"))
+    state = after(3).state_dict()
+    torch.save({"loader": state, "x": Evil()}, tmp_path / "new.pt")
+    torch.save({"loader": state, "x": Evil()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Evil()))
+    for name in ("new.pt", "old.pt", "plain.pt"):
+        with pytest.raises(SnapshotError):
+            look(tmp_path / name)
+    with pytest.raises(SnapshotError, match=r"posix\.system, which midepoch does not unpickle"):
+        look(tmp_path / "new.pt")
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_folder_of_torchs_distributed_checkpoint_is_read_once_torch_has_made_a_file_of_it(tmp_path: Path) -> None:
+    loader, shards = after(3), tmp_path / "shards"
+    dcp.save({"loader": loader, "model": {"weight": torch.zeros(3)}}, checkpoint_id=str(shards))
+    done = inspect(str(shards))
+    assert done.returncode == 2
+    module, file = f"dcp_to_torch {shards} FILE", tmp_path / "whole.pt"
+    assert f"python -m torch.distributed.checkpoint.format_utils {module}" in done.stderr
+    dcp.format_utils.dcp_to_torch_save(shards, file)
+    (place,) = look(file).states
+    assert (place.name, place.state, place.problem) == ("loader", loader.state_dict(), "")
+
+
+def test_a_link_out_of_a_folder_is_not_followed(tmp_path: Path) -> None:
+    torch.save({"loader": after(3).state_dict()}, tmp_path / "other.pt")
+    (tmp_path / "folder").mkdir()
+    torch.save({"loader": after(5).state_dict()}, tmp_path / "folder" / "own.pt")
+    (tmp_path / "folder" / "link.pt").symlink_to("../other.pt")
+    assert [place.file.name for place in look(tmp_path / "folder").states] == ["own.pt"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"PK", b"PK\x03\x04junk", b"[" * 100_000, b"\xff\xfe", b'{"a": NaN', b"1" * 5000]
+)
+def test_what_is_no_checkpoint_is_told(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "file.pt").write_bytes(content)
+    done = inspect(str(tmp_path / "file.pt"))
+    assert done.returncode == (1 if content[:2] == b"PK" else 2), done.stdout  # as files of torch.save begin
+    assert done.stderr.startswith("midepoch: ") and "Traceback" not in done.stderr
+
+
+def test_a_file_that_is_not_there_and_an_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(SnapshotError, match="cannot be read"):
+        look(tmp_path / "nothing")
+    with pytest.raises(SnapshotError, match="has no file that ends in"):
+        look(tmp_path)
+
+
+def test_a_content_that_refers_to_itself(tmp_path: Path) -> None:
+    content: dict[str, Any] = {"loader": after(3).state_dict()}
+    content["self"] = content
+    deep: Any = content
+    for _ in range(150):
+        deep = [deep]
+    torch.save({"shallow": content, "deep": deep}, tmp_path / "checkpoint.pt")
+    (place,) = look(tmp_path / "checkpoint.pt").states
+    assert place.name == "shallow.loader"
+
+
+def test_what_a_terminal_would_obey_is_shown(tmp_path: Path) -> None:
+    state = after(3).state_dict()
+    write_json(tmp_path / "in", {"\x1b[2J\ud800\u202e": state})
+    for options in ((), ("--json",)):
+        done = inspect(str(tmp_path / "in"), *options)
+        assert done.returncode == 0, done.stderr
+        assert "\x1b" not in done.stdout and "\u202e" not in done.stdout
+        assert "[2J" in done.stdout and "ud800" in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["compressed", "JSON", "references", "pipe", "device"])
+def test_files_that_ask_for_memory_or_time_without_end(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    if kind == "compressed":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("file/data.pkl", b"\x80\x02]" + b"]" * (300 << 20))
+    elif kind == "JSON":
+        path.write_text("[" + "[]," * (20 << 20) + "[]]")
+    elif kind == "references":
+        nested: Any = [after(3).state_dict()]
+        for _ in range(60):
+            nested = [nested, nested]
+        torch.save(nested, path)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path = Path("/dev/zero")
+    code = """
+import resource, sys
+from midepoch.tools.cli import main
+sys.argv = sys.argv[1:]
+try:
+    main()
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    done = forking.run(["-c", code, "midepoch", "inspect", str(path)], timeout=60)
+    assert done.returncode == (1 if kind == "compressed" else 2), done.stdout + done.stderr
+    assert done.stderr.startswith(f"midepoch: {path} ") and "Traceback" not in done.stderr
+    assert int(done.stdout.split()[-1]) < 4 << 20, "KiB"
+
+
+def test_a_folder_with_a_file_that_is_not_unpickled(tmp_path: Path) -> None:
+    """Such as that of Hugging Face's Trainer, with NumPy's generators beside its loader's state."""
+    torch.save({"numpy": Evil()}, tmp_path / "rng_state.pth", pickle_module=HarmlessPickle)
+    with pytest.raises(SnapshotError, match="does not unpickle"):
+        look(tmp_path)
+    torch.save({"loader": after(3).state_dict()}, tmp_path / "scheduler.pt")
+    done = inspect(str(tmp_path))
+    assert done.returncode == 0 and "12 of 40" in done.stdout and "damaged" not in done.stdout
+
+
+class HarmlessPickle:
+    """What torch.save asks of a module: here each Evil is pickled as a call that is not allowed, of nothing bad."""
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            return (os.getcwd, ()) if isinstance(value, Evil) else NotImplemented
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    snapshot(path)
+    data = bytearray(path.read_bytes())
+    where = data.index(torch.load(path, weights_only=True)["parts"]["model"]["weight"].numpy().tobytes())
+    data[where] ^= 1
+    path.write_bytes(data)
+    done = inspect(str(path))
+    assert done.returncode == 1
+    assert "damaged: the checksum of" in done.stdout
+    write_json(tmp_path / "edited", {**after(3).state_dict(), "position": 16})
+    done = inspect(str(tmp_path / "edited"))
+    assert done.returncode == 1
+    assert "use an older one" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize("kept", [0.3, 0.99])
+def test_a_file_that_was_cut_off_is_damaged(kept: float, tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    snapshot(path)
+    os.truncate(path, int(path.stat().st_size * kept))
+    for options in ([], ["--json"]):
+        done = inspect(str(path), *options)
+        assert done.returncode == 1 and "snapshot.pt is damaged" in done.stderr and not done.stdout
+
+
+def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
+    """Whatever became of a file: what is in it, or an error of midepoch's."""
+    import random
+
+    generator = random.Random(5)
+    snapshot(tmp_path / "snapshot.pt")
+    write_json(tmp_path / "state.json", after(3).state_dict())
+    refused = 0
+    for file in (tmp_path / "snapshot.pt", tmp_path / "state.json"):
+        whole = file.read_bytes()
+        for _ in range(1000 if os.environ.get("MIDEPOCH_CHAOS") else 80):
+            data = bytearray(whole)
+            for _ in range(generator.choice((1, 1, 4))):
+                data[generator.randrange(len(data))] = generator.randrange(256)
+            if generator.random() < 0.2:
+                del data[generator.randrange(len(data)) :]
+            file.write_bytes(data)
+            try:
+                look(file)
+            except MidepochError:
+                refused += 1
+        file.write_bytes(whole)
+    assert refused > 20
