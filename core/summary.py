@@ -182,6 +182,9 @@ class _Walk:
         self.add(f"{path}.defaults", value.__defaults__, depth)
 
     def _array(self, path: str, value: Any) -> None:
+        if type(value) is not np.ndarray and value.is_nested:  # it has no shape
+            self.found[path] = _crc("nested")
+            return
         crc = _crc(f"{value.dtype} {tuple(value.shape)}")
         if type(value) is np.ndarray:
             owner = value

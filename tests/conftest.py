@@ -18,6 +18,9 @@ import pytest
 # lost packet to the name server cost glibc's five seconds, which is what some tests give a store: ask again earlier.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
+# Before numba is imported, by whichever file comes first: it refuses more threads later, and there may be two cores.
+os.environ.setdefault("NUMBA_NUM_THREADS", "4")
+
 if not os.environ.get("MIDEPOCH_CHAOS"):
     # Before torch and numba are imported. Tests run side by side, and compile more than they compute.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -314,7 +314,8 @@ def test_examples_of_trainers_are_killed_and_go_on(tmp_path: Path) -> None:
     names += ["distributed_checkpoint.py", "ignite_engine.py"]
     modules = ["lightning", "transformers.trainer", "accelerate", "ignite.engine"]
     skip_without(modules, "trainers")
-    command = [sys.executable, str(ROOT / "tests" / "kill_examples.py"), str(tmp_path), "--import", *modules]
+    killer = ROOT / "tests" / "support" / "kill_examples.py"
+    command = [sys.executable, str(killer), str(tmp_path), "--import", *modules]
     command += [*["--in-a-save"] * bool(os.environ.get("MIDEPOCH_CHAOS")), "--"]
     report = json.loads(run([*command, *(str(ROOT / "examples" / name) for name in names)], tmp_path))
     assert list(report) == names

@@ -64,6 +64,7 @@ class StatefulAdapter(Adapter):
         self._read_epoch: int | None = None  # of the last session that has read
         self._first_state = ""  # of the very beginning, encoded; unknown until the source is first read
         self._copied: Copied | None = None  # as it was before it was read, until that is tried
+        self._of_load: Finding | None = None  # what a load of this source's state has shown
         reasons = {
             "verify='off': it is not tried": options.verify == "off",
             "randomness='none': it is not tried": not options.streams,
@@ -218,7 +219,7 @@ class StatefulAdapter(Adapter):
         """Lead a copy to the state after the first batch, and compare what follows with `batch`, which came next."""
         copied, self._copied = self._copied, None
         assert copied is not None
-        run, of_load = dataclasses.replace(run, position=run.world.world_size, detail=detail), list[Finding]()
+        run = dataclasses.replace(run, position=run.world.world_size, detail=detail)
 
         def follow(seeded: Any) -> Any:
             # Another copy than the one that is seeded: a new process finds the source's generators as they were made.
@@ -231,7 +232,7 @@ class StatefulAdapter(Adapter):
             except StopIteration:
                 return "the end"
             finally:
-                of_load[:] = twin._findings
+                self._of_load = twin._of_load
                 session.close()
 
         key = derive_key(Purpose.TRIAL, run.seed, run.epoch, run.position)
@@ -239,8 +240,8 @@ class StatefulAdapter(Adapter):
         if found.untried:
             self._cannot_try(found.untried)
             return
-        for each in of_load:
-            self.note(each)
+        if self._of_load is not None:
+            self.note(self._of_load)
         self._untried = "" if not found.order else self._untried
         what = "order" if found.order else "random numbers"
         differs = (
@@ -288,7 +289,9 @@ class StatefulAdapter(Adapter):
         if streams is None:
             call()
         elif streams.drawn_by(call):
-            self.note(Finding(f"load_state_dict of this {type(keeper).__name__} draws random numbers", cure=_OF_LOADS))
+            what = f"load_state_dict of this {type(keeper).__name__} draws random numbers"
+            self._of_load = Finding(what, cure=_OF_LOADS)
+            self.note(self._of_load)
 
     def _state_of_a_copy(self) -> str:
         """Of a source that was not read: a torchdata.nodes.Loader that is asked itself ignores what it loads later."""

@@ -24,8 +24,6 @@ import torch
 
 from support.places import ROOT, TESTS
 
-# Before numba is imported: it refuses more threads than it was started with, and the machine may have two cores.
-os.environ.setdefault("NUMBA_NUM_THREADS", "4")
 pytest.importorskip("ffcv", reason="FFCV is not installed (it needs system packages, see docs/ffcv.md)")
 
 import numba

@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "2", "GLOO_SOCKET_IFNAME": "lo"}
+os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+os.environ.setdefault("NUMBA_NUM_THREADS", "2")  # a process that has imported numba refuses another number
 # Restarted workers must not find the addresses of those before them, as they would in the agent's store.
 os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
