@@ -412,8 +412,7 @@ class OfStreams(StreamingDataset):  # type: ignore[misc]
 
 def by_streams() -> StreamingDataLoader:
     streams = [Held(sources.a_copy(sources.SIZE))]
-    with sources.one_at_a_time():
-        dataset = OfStreams(streams=streams, batch_size=sources.BATCH, shuffle=True, shuffle_seed=sources.SEED)
+    dataset = OfStreams(streams=streams, batch_size=sources.BATCH, shuffle=True, shuffle_seed=sources.SEED)
     return StreamingDataLoader(dataset, batch_size=sources.BATCH)
 
 
@@ -436,8 +435,7 @@ def by_a_format() -> StreamingDataLoader:
     with MDSWriter(out=folder, columns={"both": "noisy"}, exist_ok=True) as writer:
         for number in range(sources.SIZE):
             writer.write({"both": number})
-    with sources.one_at_a_time():
-        dataset = StreamingDataset(local=folder, batch_size=sources.BATCH, shuffle=True)
+    dataset = StreamingDataset(local=folder, batch_size=sources.BATCH, shuffle=True)
     return StreamingDataLoader(dataset, batch_size=sources.BATCH)
 
 
@@ -765,16 +763,15 @@ def ranks(
     }
     script = [str(TESTS / "support" / "streaming_sources.py"), str(out)]
     numbers = ["-" if state is None else str(given), str(steps), str(size), str(batch_size)]
-    with sources.one_at_a_time():  # the ranks make theirs together, so none of them can hold it
-        processes = [
-            forking.Program(
-                [*script, *numbers, *([] if replication is None else [str(replication)])],
-                env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                modules=("cpu_torchvision", "streaming"),
-            )
-            for rank in range(world_size)
-        ]
-        errors = [process.communicate(timeout=120)[1] for process in processes]
+    processes = [
+        forking.Program(
+            [*script, *numbers, *([] if replication is None else [str(replication)])],
+            env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            modules=("support.streaming_apart",),
+        )
+        for rank in range(world_size)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
     assert not any(process.returncode for process in processes), "\n".join(errors)[-3000:]
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
@@ -857,7 +854,7 @@ def found_in_new_process(
     tmp_path: Path, state: dict[str, Any], cases: dict[str, tuple[dict[str, Any], str]]
 ) -> dict[str, dict[str, Any]]:
     asked = [{"state": state, "arguments": arguments, "kind": "streaming"} for arguments, _ in cases.values()]
-    modules = ("cpu_torchvision", "streaming")
+    modules = ("support.streaming_apart",)
     return dict(zip(cases, witness_sources.in_new_process(tmp_path, asked, modules), strict=True))
 
 
@@ -936,7 +933,7 @@ def test_of_data_that_are_downloaded_the_index_is_compared(folders: Path, tmp_pa
         (local, of("first", options={"verify": "strict"}), "StateMismatchError"),
     ]
     asked = [{"state": state, "arguments": arguments, "kind": "streaming"} for state, arguments, _ in cases]
-    found = witness_sources.in_new_process(tmp_path, asked, ("cpu_torchvision", "streaming"))
+    found = witness_sources.in_new_process(tmp_path, asked, ("support.streaming_apart",))
     assert [witness_sources.outcome(each) for each in found] == [end for *_, end in cases]
     assert found[0]["rest"] == found[1]["rest"] == rest
     assert "cannot be read without a download" in found[-2]["warnings"][0]
@@ -995,7 +992,7 @@ def test_a_state_that_another_data_set_saved_is_refused_by_workers_that_persist(
 
 
 def test_the_example() -> None:
-    done = forking.run([EXAMPLES / "streaming_loader.py"], modules=("cpu_torchvision", "streaming"))
+    done = forking.run([EXAMPLES / "streaming_loader.py"], modules=("support.streaming_apart",))
     assert done.returncode == 0, done.stderr
     assert "exact" in done.stdout
 

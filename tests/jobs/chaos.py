@@ -168,6 +168,8 @@ def streaming(folder: Path, batch: int, world_size: int, workers: int) -> Any:
     import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvision
     from streaming import StreamingDataLoader, StreamingDataset
 
+    from support import streaming_apart  # noqa: F401
+
     class Drawing(StreamingDataset):  # type: ignore[misc]
         def __getitem__(self, at: Any) -> Any:
             sample = super().__getitem__(at)

@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvision
 import numpy as np
 import torch
-from filelock import FileLock
 from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 from streaming.base.shared import SharedMemory
 
 import midepoch
+from support import streaming_apart  # noqa: F401
 from support.law_sources import log_read
 
 SIZE, BATCH, SEED = 14, 3, 7
@@ -176,22 +176,16 @@ def identify(batch: Any) -> list[int]:
     return found
 
 
-def one_at_a_time() -> FileLock:
-    """For making a dataset: Streaming looks for a free name of shared memory, then takes it, as another process may."""
-    return FileLock(f"{tempfile.gettempdir()}/midepoch-mds.lock")
-
-
 def bare(
     size: int = SIZE, batch_size: int = BATCH, num_workers: int = 0, seed: int = SEED, read_log: str | None = None,
     drop_last: bool = False, failing: tuple[int, str] | None = None, kind: type[StreamingDataset] = StreamingDataset,
     loading: dict[str, Any] | None = None, **options: Any,
 ) -> StreamingDataLoader:  # fmt: skip
     options = {"local": a_copy(size), "batch_size": batch_size, "shuffle": True, "shuffle_seed": seed, **options}
-    with one_at_a_time():
-        if failing is not None:
-            dataset: StreamingDataset = Failing(failing, **options)
-        else:
-            dataset = kind(**options) if read_log is None else Logging(read_log, **options)
+    if failing is not None:
+        dataset: StreamingDataset = Failing(failing, **options)
+    else:
+        dataset = kind(**options) if read_log is None else Logging(read_log, **options)
     return StreamingDataLoader(
         dataset, batch_size=batch_size, num_workers=num_workers, drop_last=drop_last, **loading or {}
     )

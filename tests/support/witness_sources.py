@@ -137,6 +137,8 @@ def write_mds(folder: str, content: int = 0, **keywords: Any) -> str:
     import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvision
     from streaming import MDSWriter
 
+    from support import streaming_apart  # noqa: F401
+
     with MDSWriter(out=folder, columns={"label": "int", "data": "bytes"}, size_limit=600, **keywords) as writer:
         for number in range(24):
             data = np.random.default_rng([content, number]).bytes(100)
@@ -151,10 +153,9 @@ def make_streaming(
     """A wrapped StreamingDataLoader."""
     from streaming import StreamingDataLoader, StreamingDataset
 
-    from support import streaming_sources
+    from support import streaming_sources  # noqa: F401
 
-    with streaming_sources.one_at_a_time():
-        dataset = StreamingDataset(local=local, remote=remote, batch_size=batch, shuffle=shuffle, shuffle_seed=3)
+    dataset = StreamingDataset(local=local, remote=remote, batch_size=batch, shuffle=shuffle, shuffle_seed=3)
     loader = StreamingDataLoader(dataset, batch_size=batch, num_workers=workers, persistent_workers=persistent)
     return midepoch.wrap(loader, **(options or {}))
 

@@ -290,8 +290,14 @@ def test_kept_workers_read_what_the_loop_has_set(kind: Any, method: str, caplog:
 
 
 def test_workers_are_kept_where_nothing_changed() -> None:
+    def children() -> set[int | None]:
+        return {child.pid for child in torch.multiprocessing.active_children()}
+
+    others = children()  # of the tests before this one, in its process
+
     def pids(loader: Loader) -> set[int | None]:
-        return {worker.pid for worker in torch.multiprocessing.active_children()} if list(loader) else set()
+        assert list(loader)
+        return children() - others
 
     dataset = Scaled()
     with kept(dataset, workers=2) as loader:

@@ -694,7 +694,7 @@ class Slow(torch.utils.data.Dataset):
         return index
 
 def streaming(workers):
-    import cpu_torchvision
+    from support import streaming_apart
     from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
     with MDSWriter(out="data", columns={"number": "int"}) as writer:
         for number in range(4000):
