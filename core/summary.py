@@ -49,6 +49,7 @@ _LEFT_OUT = frozenset({"_parameters", "_buffers", "_abc_impl"})  # training and 
 _STANDARD = sys.stdlib_module_names - {"__main__"}
 _ENTERED = (dict, OrderedDict, defaultdict, functools.partial, types.SimpleNamespace)  # of the standard library
 _PLAIN_BASES = frozenset({"builtins", "abc", "typing", "collections", "enum", "functools", "dataclasses", "types"})
+_MAY_MOVE = _STANDARD - _PLAIN_BASES
 _OF_ONE_MACHINE = re.compile(r"[/\\]|^~|^[0-9a-fA-F-]{16,}$")  # a path, an address, a hash
 _TIMES = 1.5e9, 4e9  # seconds since 1970
 
@@ -223,19 +224,34 @@ class _Walk:
         classes = [(each, str(_dict(each).get("__module__", "builtins")).partition(".")[0]) for each in _mro(kind)]
         of_library = classes[0][1] in _STANDARD or issubclass(kind, types.ModuleType)
         # An iterator moves as it is read.
-        moves = any(module in _STANDARD - _PLAIN_BASES or "__next__" in _dict(each) for each, module in classes)
-        own, slots, of_class = None, [], {}
+        moves = any(module in _MAY_MOVE or "__next__" in _dict(each) for each, module in classes)
+        own: Any = None
+        slots: list[Any] = []
+        of_class: dict[str, Any] = {}
         for each, module in reversed(classes):
-            for name, member in _dict(each).items():
-                if name == "__dict__" and type(member) in (types.GetSetDescriptorType, types.MemberDescriptorType):
-                    own = member
-                elif type(member) is types.MemberDescriptorType:
-                    slots.append(member)
-                elif type(member) in _SCALARS and module not in _STANDARD | {"torch"}:
-                    of_class[name] = member
+            fixed = module in _STANDARD or module == "torch"
+            its_own, its_slots, its_values = _members_of_library(each) if fixed else _members(each)
+            own, slots = its_own or own, [*slots, *its_slots]
+            of_class |= {} if fixed else its_values
         layout = _Layout(kind not in _ENTERED and (of_library or moves), own, slots, of_class)
         self._layouts[kind] = layout
         return layout
+
+
+def _members(kind: type) -> tuple[Any, list[Any], dict[str, Any]]:
+    """What a class defines itself, as a `_Layout` has it: own, slots, of_class."""
+    own, slots, values = None, [], {}
+    for name, member in _dict(kind).items():
+        if name == "__dict__" and type(member) in (types.GetSetDescriptorType, types.MemberDescriptorType):
+            own = member
+        elif type(member) is types.MemberDescriptorType:
+            slots.append(member)
+        elif type(member) in _SCALARS:
+            values[name] = member
+    return own, slots, values
+
+
+_members_of_library = functools.cache(_members)  # torch.Tensor has hundreds, and no loop changes them
 
 
 def _held(descriptor: Any, holder: Any) -> Iterator[Any]:

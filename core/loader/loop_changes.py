@@ -49,7 +49,6 @@ class LoopChanges:
         self._held: _Look | None = None  # by the readers of this epoch, of all attributes; None before the first pass
         self._by_reading: set[str] = set()
         self._told: set[str] = set()  # of those, what moves from pass to pass
-        self._asked, self._follows = 0, False  # states of this pass; and whether the loop changes it within one
         self.since_saved = False
 
     def start_as(self, other: LoopChanges) -> None:
@@ -59,7 +58,7 @@ class LoopChanges:
     def expect(self, text: str) -> None:
         """Compare with the `text` of a loaded state when the next pass begins."""
         self._known = parse(text)
-        self._expected, self._held = dict(self._known), None
+        self._expected, self._held = {path: value for path, value in self._known.items() if path != _REST}, None
 
     def opened(self, inside: bool) -> None:
         """A session was opened. `inside`: within an epoch, so what its readers had is known."""
@@ -73,8 +72,8 @@ class LoopChanges:
             moved = _differing(self._held, look)
             self._note(moved, look)
             self._believe(moved & self._by_reading)
-        self._known = {path: _of(look, path) for path in self._known}
-        self._held, self._asked, self._follows = look, 0, False
+        self._known = {path: value if path == _REST else _of(look, path) for path, value in self._known.items()}
+        self._held = look
 
     def first_batch(self) -> None:
         """The session's first batch was read."""
@@ -89,13 +88,12 @@ class LoopChanges:
         Args:
             inside: the state is of a place within an epoch. A process that reads by itself has the values of now.
         """
-        self._asked += 1
-        # To look takes a thousand times as long as a state: at the first one, the second, the fourth and so on.
-        if self._held and (self._follows or not self._asked & (self._asked - 1)):
+        # At each state, though it takes longer than the rest of it: a state that says less than an earlier one, or than
+        # that of a rank which was asked less often, would leave a change unsaid.
+        if self._held:
             look = self._look()
-            moved, alone = _differing(self._held, look), not getattr(self._adapter.source, "num_workers", 0)
-            self._follows |= bool(moved - self._by_reading) and alone
-            self._note(moved, look if alone and inside else self._held)
+            alone = not getattr(self._adapter.source, "num_workers", 0)
+            self._note(_differing(self._held, look), look if alone and inside else self._held)
         return _text_of(self._known) if self._known else ""
 
     def _note(self, moved: set[str], look: _Look) -> None:
@@ -157,10 +155,16 @@ def _short(value: Any, crc: int) -> str:
 
 
 def _text_of(known: _Look) -> str:
-    """Those with the shortest paths, and a CRC of the others, which tells that they have changed."""
+    """Those with the shortest paths, and a CRC of the others, which tells that they have changed.
+
+    No resume can compare that one, since it does not know the paths. It is carried over, as one more of the others.
+    """
     some: _Look = {}
-    ordered = sorted(known, key=lambda path: (len(path), path))
+    ordered = sorted(known, key=lambda path: (path == _REST, len(path), path))
     for number, path in enumerate(ordered):
+        if path == _REST:
+            some[path] = known[path]
+            break
         rest = ordered[number + 1 :]
         more = {**some, path: known[path], **({_REST: "#00000000"} if rest else {})}
         if len(some) == _MOST or len(_dumped(more)) > LONGEST_CHANGED:
@@ -188,5 +192,5 @@ def parse(text: str) -> dict[str, str]:
     except (ValueError, RecursionError):
         parsed = None
     if isinstance(parsed, dict) and len(parsed) <= _MOST + 1 and all(type(each) is str for each in parsed.values()):
-        return {path: value for path, value in parsed.items() if path != _REST}
+        return parsed
     raise StateCorruptError("the state's `changed` names no attributes and values: use an undamaged state")

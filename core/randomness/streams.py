@@ -186,26 +186,11 @@ class Streams:
         self._search(more)
         self.first = True
         if before is not None:
-            self._warn_of_later(before)
+            known = {id(each.generator) for each in before} | {each.path for each in before}
+            self._later = [each for each in self._owned or [] if not {id(each.generator), each.path} & known]
         if rest != self._rest_key:
             self._rest_key = rest
             self._globals.rest_at(rest)
-
-    def _warn_of_later(self, before: list[OwnedGenerator]) -> None:
-        """Warn of each generator that samples made in the pass before the last one, and that is still in use.
-
-        Code that makes another one in each pass has seeded it itself.
-        """
-        found = self._owned or []
-        kept = {id(each.generator) for each in self._later}
-        if paths := [each.path for each in found if id(each.generator) in kept]:
-            warn(
-                f"a random generator ({', '.join(paths)}) was made after a pass had begun, and was not seeded in it; "
-                "its numbers may differ after a resume: make the generator in __init__, or use "
-                "midepoch.sample_generator()"
-            )
-        known = {id(each.generator) for each in before} | {each.path for each in before}
-        self._later = [each for each in found if not {id(each.generator), each.path} & known]
 
     def begin_replay(self) -> None:
         """Use this instead of `begin_pass` for a replayed source, whose first batch cannot be read again.
@@ -228,6 +213,8 @@ class Streams:
         self.first = False
         before, late = self._owned or [], []
         self._search(more)
+        if self._later:
+            self._warn_of_later()
         if self._owned:
             known = {id(each.generator) for each in before}
             late = [each for each in self._owned if id(each.generator) not in known]
@@ -236,6 +223,21 @@ class Streams:
         else:
             self._owned = before
         return bool(late) or (self._devices is not None and self._devices.late)
+
+    def _warn_of_later(self) -> None:
+        """Warn of each generator that samples made in the pass before this one, and that they still use.
+
+        Code that makes another one in each pass has seeded it itself.
+        """
+        kept = {id(each.generator) for each in self._owned or []}
+        paths = [each.path for each in self._later if id(each.generator) in kept]
+        self._later = []
+        if paths:
+            warn(
+                f"a random generator ({', '.join(paths)}) was made after a pass had begun, and was not seeded in it; "
+                "its numbers may differ after a resume: make the generator in __init__, or use "
+                "midepoch.sample_generator()"
+            )
 
     def warn_of_late(self) -> None:
         """Warn if `made_late` has found something and the batch cannot be read again."""

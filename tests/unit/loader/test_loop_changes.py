@@ -155,7 +155,24 @@ def test_what_is_kept_is_bounded() -> None:
     assert json.loads(changed)["*"].startswith("#")
     setattr(dataset, "probability_39", 0.0)  # noqa: B010  # among the others
     next(iter(loader))
-    assert json.loads(loader.state_dict()["changed"])["*"] != json.loads(changed)["*"]
+    state = loader.state_dict()
+    assert json.loads(state["changed"])["*"] != json.loads(changed)["*"]
+    again = wrapped(dataset)
+    again.load_state_dict(state)
+    for _ in again:
+        assert again.state_dict()["changed"] == state["changed"], "no resume knows these, and none forgets them"
+
+
+def test_no_state_leaves_out_a_change_because_many_were_asked_for() -> None:
+    dataset = Scaled()
+    loader = wrapped(dataset)
+    batches = iter(loader)
+    next(batches)
+    for asked in range(1, 6):
+        assert bool(loader.state_dict()["changed"]) == (asked > 1)
+        dataset.factor = 2.0 + asked
+    next(batches)
+    assert json.loads(loader.state_dict()["changed"]) == {"dataset.factor": "7.0"}
 
 
 def test_a_trainer_whose_method_collates_is_not_the_readers() -> None:

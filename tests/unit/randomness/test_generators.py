@@ -572,7 +572,13 @@ def test_a_generator_that_is_made_in_a_later_pass_is_warned_of_once() -> None:
         warnings.simplefilter("always")
         for epoch in range(4):
             dataset.epoch = epoch
-            list(loader)
+            for step, _ in enumerate(loader):
+                if (epoch, step) == (2, 0):
+                    loader.state_dict()
+                    first = len(told)
+            if epoch == 1:
+                assert not told
+    assert first == 1, "with the next epoch's first batch, before a state of that epoch is written"
     said = [str(each.message) for each in told if "a random generator" in str(each.message)]
     assert len(said) == 1
     assert "rng) was made after a pass had begun" in said[0]
