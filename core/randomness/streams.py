@@ -168,6 +168,7 @@ class Streams:
         self._outer: Streams | None = None
         self._turn: threading.Lock | None = None  # while this thread has it
         self._late: list[str] = []  # the paths of generators that the first batch has made
+        self._began = False  # a pass
         self.first = self.kept = False
         self.seeds = self.asked = _NONE
         self.key: int | None = None
@@ -182,12 +183,13 @@ class Streams:
             more: objects to search besides the roots.
             rest: the key of generators that are not used in this pass.
         """
-        before = self._owned
+        before = self._owned or []
         self._search(more)
         self.first = True
-        if before is not None:
+        if self._began:  # otherwise what has come since may be of a list that was made before the first pass
             known = {id(each.generator) for each in before} | {each.path for each in before}
             self._later = [each for each in self._owned or [] if not {id(each.generator), each.path} & known]
+        self._began = True
         if rest != self._rest_key:
             self._rest_key = rest
             self._globals.rest_at(rest)
