@@ -29,6 +29,7 @@ from .generators import check_generators, seed_generators, set_generators
 from .parts import merge
 from .ranks import NEVER, Agreement, Ranks
 from .signals import Signals, end_process
+from .unfollowed import Unfollowed
 
 __all__ = ["Snapshot"]
 
@@ -109,6 +110,7 @@ class Snapshot:
         self._file = SnapshotFile(self.path, keep)
         self._agreement = Agreement(group)
         self._loop = EpochLoop(self._parts)
+        self._unfollowed = Unfollowed()
         self._told_of_witnesses: set[str] = set()  # loaders whose ranks do not see the same data
         self._due = 0  # the step at which `step` does more than count
         self._was_loaded = False
@@ -165,6 +167,8 @@ class Snapshot:
         ranks, agreement, body = self._agreement.ranks(), self._agreement, self._loop.body
         if body is None and self._loop.resumed is not None:
             self._tell_of_missing_body()
+        if not ranks.rank:
+            self._unfollowed.look(self._loop.loaders(), self.steps, in_flight, body)
         stop = bool(self._signals.received)
         if ranks.size > 1:
             stop = agreement.should_stop(ranks, self.steps, stop, f"calls step() for step {self.steps}")
@@ -258,6 +262,8 @@ class Snapshot:
             for epoch in range(first, n):
                 self._tell_of_left_body("going on")
                 loop.begin(epoch, first=epoch == first)
+                if epoch == first:
+                    self._unfollowed.begin(loop.loaders())
                 yield epoch
                 self._end_body(epoch)
         finally:
@@ -471,5 +477,6 @@ class Snapshot:
             seed_generators(derive_key(_KEY, content["seed"], ranks.rank, content["steps"]))
         self.steps, self._agreement.next_step, self._due = content["steps"], NEVER, 0
         self._owes_a_save = False
+        self._unfollowed.begin({})
         self._file.take_over(found)
         return True

@@ -1,0 +1,65 @@
+"""Batches that were taken from a loader and that no `step` followed: a loop that reads ahead, or still skips."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..errors import warn
+from ..loader.body import Body
+from ..loader.loader import Loader
+
+__all__ = ["Unfollowed"]
+
+
+class _Seen(NamedTuple):
+    """A pass at a step: its session, the batches taken from it less those in flight, and the steps of the run."""
+
+    reading: Any
+    taken: int
+    steps: int
+
+
+class Unfollowed:
+    """Compares the first step of this process with a later one in the same pass.
+
+    Two steps tell how many batches the loop takes for one step. What the first step had taken beyond that is either
+    read ahead, so a snapshot counts it as trained on, or left out by a loop that skips what the loader has skipped.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, _Seen] | None = None
+        self._before: dict[str, tuple[Any, int]] = {}
+
+    def begin(self, loaders: Mapping[str, Loader]) -> None:
+        """The next step is the first one of a loop. What was taken before the loop is not its own."""
+        self._first = None
+        readings = {name: loader._progress.reading for name, loader in loaders.items()}
+        self._before = {name: (each, each.steps) for name, each in readings.items() if each is not None}
+
+    def look(self, loaders: Mapping[str, Loader], steps: int, in_flight: int, body: Body | None) -> None:
+        """Look after a step, and warn once. `in_flight`: as `Snapshot.step` has it in this body."""
+        if self._first == {}:
+            return
+        seen = {
+            name: _Seen(reading, reading.steps - (body.in_flight_of(name, in_flight) if body else in_flight), steps)
+            for name, loader in loaders.items()
+            if (reading := loader._progress.reading) is not None
+        }
+        if self._first is None:
+            self._first = seen
+            return
+        first, self._first = self._first, {}
+        for name, then in first.items():
+            now = seen.get(name)
+            if now is None or now.reading is not then.reading:
+                continue
+            reading, before = self._before.get(name, (None, 0))
+            each, rest = divmod(now.taken - then.taken, now.steps - then.steps)
+            ahead = then.taken - each - before * (reading is now.reading)
+            if each and not rest and ahead > 0:
+                warn(
+                    f"no step() followed {ahead} of the batches taken from {name}, and a resume would leave them out: "
+                    f"if the loop reads ahead, pass in_flight={ahead}; if it skips what was done before a resume, do "
+                    "not: the loader has skipped it"
+                )
