@@ -649,8 +649,9 @@ class Progress:
         elif share is not None and reading.steps < share.steps:
             self.suspend()
             raise SourceError(
-                f"the source ended after {reading.steps} of the {share.steps} batches that were left: correct its "
-                "__len__, or find where its code raises StopIteration"
+                f"the source ended after {reading.steps} of the {share.steps} batches that its len() had left: wrap a "
+                "function that reads it, as in midepoch.wrap(lambda: iter(loader)), or correct its __len__ if that is "
+                "your own"
             ) from None
         if reading.last_step is None and self.context.is_part and not nothing_left:
             self.suspend()  # a combination's states of some batches ago need the place at the end

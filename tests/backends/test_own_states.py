@@ -1828,3 +1828,35 @@ def test_a_load_that_draws_is_said_and_moves_nobody(always: bool) -> None:
     torch.manual_seed(4)  # what it draws follows from the state alone
     with pytest.warns(midepoch.MidepochWarning):
         assert torch.equal(next(iter(other)), first)
+
+
+class SaysMore:
+    """Gives five batches, though its len() is nine."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __len__(self) -> int:
+        return 9
+
+    def __iter__(self) -> Iterator[int]:
+        while self.given < 5:
+            self.given += 1
+            yield self.given
+        self.given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+def read_by_a_function() -> Loader:
+    return midepoch.wrap(lambda: iter(SaysMore()))
+
+
+def test_a_source_that_ends_before_its_len_is_refused_and_its_iterator_is_not() -> None:
+    with pytest.raises(midepoch.SourceError, match=r"after 5 of the 9 batches .*lambda: iter"):
+        list(midepoch.wrap(SaysMore()))
+    check_resumable(read_by_a_function)
