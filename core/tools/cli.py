@@ -138,20 +138,39 @@ def check(
 
 def inspect(
     path: Annotated[Path, typer.Argument(help="A snapshot, a checkpoint (a file or a folder), or a state as JSON.")],
+    out: Annotated[
+        Path | None, typer.Argument(help="With --skip: the copy to write, which does not exist yet.")
+    ] = None,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="EPOCH:START..STOP",
+            help="Positions that the copy's loader leaves out, as after loader.skip; may be given several times.",
+        ),
+    ] = None,
+    state: Annotated[
+        str | None, typer.Option(help="With --skip: the loader's state, where a file has several; such as parts.data.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the positions of the loaders in a checkpoint.
+    """Show the positions of the loaders in a checkpoint, or write a copy that leaves some out.
 
     No code in the file is run: what weights_only=True refuses is refused.
 
-    Exit status: 0; 1 if a state or the file is damaged; 2 if it could not be read.
+    Exit status: 0; 1 if a state or the file is damaged; 2 if it could not be read or written.
     """
     require("cli", "rich", "tqdm")
     from ..errors import MidepochError
     from . import inspection, shown
 
+    if (out is None) != (not skip):
+        fail("--skip and the file to write belong together: midepoch inspect --skip EPOCH:START..STOP CHECKPOINT OUT")
     try:
-        contents = inspection.look(path)
+        if out is not None and skip:
+            from .editing import skip as write_copy
+
+            write_copy(path, skip, out, state)
+        contents = inspection.look(out or path)
     except (MidepochError, ValueError, OSError) as error:
         damaged = isinstance(error, inspection.DamagedError)
         fail(shown.printable(str(error)), DIFFERENT if damaged else UNABLE)

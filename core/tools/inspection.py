@@ -24,7 +24,7 @@ from ..checkpoint.files import damage_in
 from ..errors import SnapshotError, StateError
 from ..state.format import State, check
 
-__all__ = ["Contents", "DamagedError", "FoundState", "look"]
+__all__ = ["Contents", "DamagedError", "FoundState", "content_of", "find_states", "is_archive", "look"]
 
 _LARGEST_TEXT = 16 << 20  # bytes of JSON, or of one state; once parsed it takes a hundred times that at worst
 _LARGEST_PICKLE = 256 << 20  # bytes of a checkpoint's pickle, which refers to its tensors
@@ -88,9 +88,9 @@ def look(path: str | os.PathLike[str]) -> Contents:
     path = Path(path)
     if path.is_dir():
         return _look_into_folder(path)
-    content, saved = _content(path), _time_of(path)
-    states = tuple(_find(path, content))
-    if not _is_archive(path):
+    content, saved = content_of(path), _time_of(path)
+    states = tuple(find_states(path, content))
+    if not is_archive(path):
         return Contents(path, "JSON", saved, states)
     facts: dict[str, Any] = {}
     kind = "checkpoint of torch.save"
@@ -107,7 +107,7 @@ def look(path: str | os.PathLike[str]) -> Contents:
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def _is_archive(path: Path) -> bool:
+def is_archive(path: Path) -> bool:
     """Whether a file has the format of torch.save."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -118,8 +118,9 @@ def _is_archive(path: Path) -> bool:
         raise SnapshotError(f"{path} cannot be read ({error.strerror}): name a file or a folder") from error
 
 
-def _content(path: Path) -> Any:
-    if _is_archive(path):
+def content_of(path: Path) -> Any:
+    """What a file holds. Raises as `look`."""
+    if is_archive(path):
         _check_records(path)
         return _loaded(path)
     try:
@@ -206,7 +207,7 @@ def _look_into_folder(path: Path) -> Contents:
     read = 0
     for file in files[:_MOST_FILES]:
         try:
-            states += _find(file, _content(file))
+            states += find_states(file, content_of(file))
             read += 1
         except _NotUnpickledError as error:
             passed_over.append(error)
@@ -223,7 +224,7 @@ def _look_into_folder(path: Path) -> Contents:
 # --- finding -------------------------------------------------------------------------------------------------------
 
 
-def _find(file: Path, content: Any) -> Iterator[FoundState]:
+def find_states(file: Path, content: Any) -> Iterator[FoundState]:
     """Find every dict with the keys of a state, even in containers that contain themselves."""
     above: set[int] = set()  # containers around this one
     searched = itertools.count(1)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import midepoch
 from midepoch.errors import MidepochError, SnapshotError
+from midepoch.tools import editing
 from midepoch.tools.inspection import look
 from support import forking
 
@@ -300,3 +301,83 @@ def test_mutated_files_are_read_or_refused(tmp_path: Path) -> None:
                 refused += 1
         file.write_bytes(whole)
     assert refused > 20
+
+
+# --- --skip -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["snapshot", "json"])
+def test_a_copy_that_skips_is_what_a_loader_that_skips_saves(kind: str, tmp_path: Path) -> None:
+    path, out = tmp_path / "saved", tmp_path / "out"
+    state = snapshot(path)
+    if kind == "json":
+        path.write_text(json.dumps({"loader": state}))
+    before = path.read_bytes()
+    done = inspect(str(path), str(out), "--skip", "0:16..24", "--skip", "2:0..8")
+    assert done.returncode == 0, done.stderr
+    assert "12 of 40" in done.stdout and path.read_bytes() == before
+    (found,) = look(out).states
+    loader, resumed = make(), make()
+    loader.load_state_dict(state)
+    loader.skip(16, 24)
+    loader.skip(0, 8, epoch=2)
+    assert found.state == loader.state_dict()
+    if kind == "snapshot":
+        assert midepoch.Snapshot(out, model=torch.nn.Linear(1, 1), data=resumed, signals=()).load()
+    else:
+        resumed.load_state_dict(found.state)
+    assert resumed.skipped == {0: [(16, 24)], 2: [(0, 8)]}
+    rest = [batch[0].tolist() for batch in resumed]
+    assert rest == [batch[0].tolist() for batch in loader] and sum(map(len, rest)) == 40 - 12 - 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--skip", "0:16-24"], "is no range of positions"),
+        (["--skip", "0:24..16"], "is no range of positions"),
+        (["--skip", "0:16..41"], "lies beyond the epoch: the state's size is 40"),
+        (["--skip", "0:1..2", "--state", "parts.train"], "has 1 states of loaders (parts.data): name one of them"),
+        (["--skip", "0:1..2"], "exists already"),
+        ([], "belong together"),
+    ],
+)
+def test_a_copy_that_cannot_skip_is_not_written(arguments: list[str], told: str, tmp_path: Path) -> None:
+    path, out = tmp_path / "saved", tmp_path / "out"
+    snapshot(path)
+    before = path.read_bytes()
+    if told == "exists already":
+        out.write_text("another's")
+    done = inspect(str(path), str(out), *arguments)
+    assert done.returncode == 2 and told in done.stderr, done.stderr
+    assert path.read_bytes() == before
+    assert (out.read_text() == "another's") if told == "exists already" else not out.exists()
+
+
+def test_what_cannot_be_edited_is_named(tmp_path: Path) -> None:
+    path, out = tmp_path / "saved", tmp_path / "out"
+    loader = make()
+    list(loader)
+    next(iter(loader))
+    path.write_text(json.dumps([loader.state_dict(), loader.state_dict()]))
+    for ranges, name, told in (
+        (["0:1..2"], "0", "epoch 0 has ended: the state is in epoch 1"),
+        ([f"1:{2 * each}..{2 * each + 1}" for each in range(20)] * 2, "1", ""),
+        (["1:0..1"], None, r"has 2 states of loaders \(0, 1\)"),
+        ([f"{each}:{2 * part}..{2 * part + 1}" for each in range(1, 40) for part in range(20)], "0", "a state holds"),
+    ):
+        if not told:
+            editing.skip(path, ranges, tmp_path / "sound", name)
+            continue
+        with pytest.raises((ValueError, MidepochError), match=told):
+            editing.skip(path, ranges, out, name)
+        assert not out.exists()
+    assert [each.state["omit"] != "" for each in look(tmp_path / "sound").states] == [False, True]
+    with pytest.raises(SnapshotError, match="is a folder: name the file"):
+        editing.skip(tmp_path, ["0:1..2"], out)
+    path.write_text("{}")
+    with pytest.raises(SnapshotError, match="has no state of a loader"):
+        editing.skip(path, ["0:1..2"], out)
+    path.write_text(json.dumps({**loader.state_dict(), "seed": 99}))
+    with pytest.raises(midepoch.StateError, match="checksum"):
+        editing.skip(path, ["1:1..2"], out)

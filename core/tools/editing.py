@@ -1,0 +1,85 @@
+"""A copy of a checkpoint whose loaders leave out more positions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint.files import checksums
+from ..errors import SnapshotError, StateError
+from ..order.holes import Holes, parse_skips, text_of_skips
+from ..state.format import reseal
+from .inspection import FoundState, content_of, find_states, is_archive
+
+__all__ = ["skip"]
+
+_RANGE = re.compile(r"(\d{1,18}):(\d{1,18})\.\.(\d{1,18})")
+
+
+def skip(path: Path, ranges: Sequence[str], out: Path, name: str | None = None) -> None:
+    """Write a copy of a checkpoint, in which a loader leaves out ranges of positions, as after `Loader.skip`.
+
+    Args:
+        path: a file of torch.save, or JSON.
+        ranges: each as ``EPOCH:START..STOP``, START included, STOP not.
+        out: a file that does not exist yet.
+        name: of the state, as `look` tells it; None if there is one.
+
+    Raises:
+        ValueError: a range is none, lies in an epoch that has ended, or beyond its epoch.
+        StateError: the state is damaged, or would have too many ranges.
+        SnapshotError: the checkpoint cannot be read, has no such state, or the copy cannot be written.
+    """
+    if path.is_dir():
+        raise SnapshotError(f"{path} is a folder: name the file in it that has the loader's state")
+    content = content_of(path)
+    found = _one(path, list(find_states(path, content)), name)
+    if found.problem:
+        raise StateError(f"{found.name or path}: {found.problem}")
+    found.state.update(_skipping(found.state, ranges))
+    try:
+        with out.open("xb") as file, checksums():
+            if is_archive(path):
+                torch.save(content, file)
+            else:
+                file.write(json.dumps(content).encode())
+    except FileExistsError:
+        raise SnapshotError(f"{out} exists already: name a file that does not") from None
+    except Exception as error:
+        out.unlink(missing_ok=True)
+        raise SnapshotError(f"{out} cannot be written ({str(error)[:200]}): name another place") from error
+
+
+def _one(path: Path, states: list[FoundState], name: str | None) -> FoundState:
+    names = [each.name for each in states]
+    chosen = states if name is None else [each for each in states if each.name == name]
+    if len(chosen) != 1:
+        raise SnapshotError(
+            f"{path} has {len(states)} states of loaders ({', '.join(names)[:200]}): name one of them with --state"
+            if states
+            else f"{path} has no state of a loader: name a checkpoint that has"
+        )
+    return chosen[0]
+
+
+def _skipping(state: dict[str, Any], ranges: Sequence[str]) -> dict[str, Any]:
+    skips = parse_skips(state["omit"])
+    for each in ranges:
+        match = _RANGE.fullmatch(each)
+        epoch, start, stop = map(int, match.groups()) if match else (0, 0, 0)
+        if start >= stop:
+            raise ValueError(f"{each!r:.60} is no range of positions: write EPOCH:START..STOP, such as 0:1280..1920")
+        if epoch < state["epoch"]:
+            raise ValueError(f"epoch {epoch} has ended: the state is in epoch {state['epoch']}")
+        if state["size"] is None or stop > state["size"]:
+            raise ValueError(f"{each} lies beyond the epoch: the state's size is {state['size']}")
+        skips[epoch] = Holes([*skips.get(epoch, ()), (start, stop)])
+    try:
+        return reseal({**state, "omit": text_of_skips(skips, state["epoch"])})
+    except ValueError as error:
+        raise StateError(f"{error}: skip fewer, longer ranges") from None
