@@ -4,7 +4,7 @@ Run ``python benchmarks/live.py``. Prints a Markdown table. Three groups of one 
 CPUs, with gloo. Each failure kills one of them, at moments that a seed draws, the same for all three ways:
 
 * **restarts**: all processes end when one dies, and start again from the last checkpoint, as under torchrun;
-* **live**: torchft and `midepoch.adapters.trainers.torchft.feed`;
+* **live**: torchft and `midepoch.trainers.torchft.feed`;
 * **torchft's sampler**: torchft, its DistributedSampler, and torchdata's StatefulDataLoader whose state is saved after
   each step, as torchft's documentation has it.
 
@@ -106,7 +106,7 @@ def restarts(job: Job, folder: Path, counts: torch.Tensor) -> Iterator[bool]:
 
 
 def live(job: Job, folder: Path, counts: torch.Tensor) -> Iterator[bool]:
-    from midepoch.adapters.trainers.torchft import feed
+    from midepoch.trainers.torchft import feed
 
     manager = manager_of(job, counts)
     batches = feed(manager, loader_of(job, midepoch.World()))

@@ -55,12 +55,12 @@ BACKENDS = (
 # epoch, and a function of the loader and the calling frame, which compares this with the loader's place. It may warn or
 # raise an error, and must not keep the frame.
 COUNTING_TRAINERS = {
-    "ignite.engine.deterministic": "midepoch.adapters.trainers.ignite:refuse_to_be_skipped",
-    "lightning.fabric.utilities.data": "midepoch.adapters.trainers.lightning_alone:warn_unless_exact",
-    "lightning.pytorch.utilities.combined_loader": "midepoch.adapters.trainers.lightning_alone:warn_unless_exact",
-    "lightning_fabric.utilities.data": "midepoch.adapters.trainers.lightning_alone:warn_unless_exact",
-    "pytorch_lightning.utilities.combined_loader": "midepoch.adapters.trainers.lightning_alone:warn_unless_exact",
-    "transformers.trainer": "midepoch.adapters.trainers.transformers_alone:warn_unless_exact",
+    "ignite.engine.deterministic": "midepoch.trainers.ignite:refuse_to_be_skipped",
+    "lightning.fabric.utilities.data": "midepoch.trainers.lightning_alone:warn_unless_exact",
+    "lightning.pytorch.utilities.combined_loader": "midepoch.trainers.lightning_alone:warn_unless_exact",
+    "lightning_fabric.utilities.data": "midepoch.trainers.lightning_alone:warn_unless_exact",
+    "pytorch_lightning.utilities.combined_loader": "midepoch.trainers.lightning_alone:warn_unless_exact",
+    "transformers.trainer": "midepoch.trainers.transformers_alone:warn_unless_exact",
 }
 
 # Modules that register collate functions with torch's default_collate when they are imported. These draw nothing. With

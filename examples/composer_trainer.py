@@ -18,7 +18,7 @@ from composer.models import ComposerModel
 from torch.utils.data import DataLoader, Dataset
 
 import midepoch
-from midepoch.adapters.trainers.composer import ExactResume
+from midepoch.trainers.composer import ExactResume
 
 
 class Noisy(Dataset[torch.Tensor]):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainingArguments
 
 import midepoch
-from midepoch.adapters.trainers.transformers import feed
+from midepoch.trainers.transformers import feed
 
 
 class Noisy(Dataset[dict[str, torch.Tensor]]):

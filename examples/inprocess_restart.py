@@ -18,7 +18,7 @@ from nvidia_resiliency_ext.inprocess import CallWrapper, Wrapper
 from torch.utils.data import DataLoader, TensorDataset
 
 import midepoch
-from midepoch.adapters.trainers.inprocess import feed
+from midepoch.trainers.inprocess import feed
 
 saved, port = Path(sys.argv[1], "saved.pt"), int(os.environ["MASTER_PORT"]) + 1
 data = DataLoader(TensorDataset(torch.arange(600).reshape(600, 1)), batch_size=4, shuffle=True, num_workers=1)

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 import midepoch
-from midepoch.adapters.trainers.lightning import ExactResume
+from midepoch.trainers.lightning import ExactResume
 
 
 class Noisy(Dataset[torch.Tensor]):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchft import Manager, Optimizer, ProcessGroupGloo
 
 import midepoch
-from midepoch.adapters.trainers.torchft import feed
+from midepoch.trainers.torchft import feed
 
 folder, group = Path(sys.argv[1]), sys.argv[2]
 inputs = torch.randn(600, 8, generator=torch.Generator().manual_seed(0))

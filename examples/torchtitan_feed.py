@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 import midepoch
-from midepoch.adapters.trainers.torchtitan import feed
+from midepoch.trainers.torchtitan import feed
 
 GLOBAL_BATCH = 6
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_unflatten
 
-from midepoch.adapters.trainers import lightning_private as private
 from midepoch.checkpoint.generators import check_generators, save_generators, seed_generators, set_generators
 from midepoch.combine.combine import combine
 from midepoch.errors import StateError, warn
@@ -29,6 +28,7 @@ from midepoch.loader.saving import state_for_checkpoint
 from midepoch.order.keys import derive_key
 from midepoch.state.format import State
 from midepoch.state.parts import gather_state
+from midepoch.trainers import lightning_private as private
 
 if TYPE_CHECKING or "lightning" in sys.modules or "pytorch_lightning" not in sys.modules:
     from lightning.pytorch import Callback

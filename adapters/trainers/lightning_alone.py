@@ -31,7 +31,7 @@ def warn_unless_exact(loader: Loader, frame: FrameType) -> None:
     if checkpoint is None:
         return
     # Lightning's version is checked as this is imported, which only a resumed run needs.
-    from midepoch.adapters.trainers.lightning import ExactResume
+    from midepoch.trainers.lightning import ExactResume
 
     if any(isinstance(each, ExactResume) for each in trainer.callbacks):
         return
@@ -39,7 +39,7 @@ def warn_unless_exact(loader: Loader, frame: FrameType) -> None:
         _told[trainer] = checkpoint
         warn(
             f"Lightning resumes this loader from {checkpoint} by its own counts, which may not be exact: add "
-            "midepoch.adapters.trainers.lightning.ExactResume() to the trainer's callbacks",
+            "midepoch.trainers.lightning.ExactResume() to the trainer's callbacks",
         )
     if method == _BEGIN and not getattr(loop, "is_resuming", True):
         # Give up what limit_train_batches left of a resumed epoch; the loader would warn that it is lost.

@@ -31,7 +31,7 @@ __all__ = [
 _DISTRIBUTIONS = ("lightning", "pytorch-lightning")
 _LIGHTNING = Package(
     "Lightning",
-    # Both may be installed. The program uses the one that `midepoch.adapters.trainers.lightning` imports.
+    # Both may be installed. The program uses the one that `midepoch.trainers.lightning` imports.
     _DISTRIBUTIONS if "lightning" in sys.modules or "pytorch_lightning" not in sys.modules else _DISTRIBUTIONS[::-1],
     ("2.6", "2.6"),
 )

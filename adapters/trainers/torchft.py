@@ -16,12 +16,12 @@ import torch
 from torch.distributed import ReduceOp
 from torchft import Manager
 
-from midepoch.adapters.trainers import torchft_private as private
 from midepoch.errors import MidepochError, UnsupportedSourceError
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
 from midepoch.state.format import State
+from midepoch.trainers import torchft_private as private
 from midepoch.world import World
 
 __all__ = ["Feed", "feed"]

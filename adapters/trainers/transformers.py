@@ -7,7 +7,6 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from midepoch.adapters.trainers import transformers_private as private
 from midepoch.errors import StateError, StateMismatchError
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
@@ -15,6 +14,7 @@ from midepoch.loader.saving import state_for_checkpoint
 from midepoch.packages import Need
 from midepoch.state.format import State
 from midepoch.state.parts import gather_state
+from midepoch.trainers import transformers_private as private
 
 __all__ = ["feed"]
 

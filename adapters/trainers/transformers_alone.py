@@ -32,5 +32,5 @@ def warn_unless_exact(loader: Loader, frame: FrameType) -> None:
     _told.add(loader)
     warn(
         f"the Trainer resumes after {done} of {steps} steps of an epoch, but with ignore_data_skip the loader begins "
-        "it again: call midepoch.adapters.trainers.transformers.feed(trainer, loader), which continues it",
+        "it again: call midepoch.trainers.transformers.feed(trainer, loader), which continues it",
     )

@@ -128,5 +128,5 @@ class BatchSamplerOfSource(SamplerOfSource):
         raise UnsupportedSourceError(
             "a loader was rebuilt from the parts of a wrapped one; it would lose the place, the order and the streams: "
             "iterate the wrapped loader itself, which continues by itself after load_state_dict. With a trainer that "
-            "skips batches when it resumes, use that trainer's adapter in midepoch.adapters.trainers"
+            "skips batches when it resumes, use that trainer's adapter in midepoch.trainers"
         )

@@ -85,7 +85,7 @@ def test_a_snapshot_of_a_killed_process_goes_on(folder: Path, device: str) -> No
 @needs_gpu
 def test_lightning_on_a_gpu_goes_on(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
-    from midepoch.adapters.trainers.lightning import ExactResume
+    from midepoch.trainers.lightning import ExactResume
 
     class Model(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:

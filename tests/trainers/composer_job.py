@@ -19,7 +19,7 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import midepoch
-from midepoch.adapters.trainers.composer import ExactResume
+from midepoch.trainers.composer import ExactResume
 
 SIZE, GLOBAL_BATCH = 66, 6
 

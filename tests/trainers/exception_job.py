@@ -54,7 +54,7 @@ def lightning_run(folder: Path, steps: Steps, loader: midepoch.Loader) -> None:
     import lightning.pytorch as lightning
     from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
-    from midepoch.adapters.trainers.lightning import ExactResume
+    from midepoch.trainers.lightning import ExactResume
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:

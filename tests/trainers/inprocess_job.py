@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset
 
 import midepoch
-from midepoch.adapters.trainers.inprocess import feed
+from midepoch.trainers.inprocess import feed
 
 SIZE, EPOCHS, BATCH = 90, 2, 2
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import midepoch
-from midepoch.adapters.trainers.lightning import ExactResume
+from midepoch.trainers.lightning import ExactResume
 
 SIZE, GLOBAL_BATCH = 72, 12
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import midepoch
 from midepoch import MidepochWarning
-from midepoch.adapters.trainers.lightning import ExactResume
+from midepoch.trainers.lightning import ExactResume
 
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # it says more than the tests
 # Each Trainer reads what every installed package registers: 20 ms, a fifth of a short fit.

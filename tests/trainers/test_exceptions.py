@@ -313,7 +313,7 @@ class Net(torch.nn.Module):
 
 def hugging_face(folder: Path, seen: list[Any], loader: Any, at: int = -1, what: Any = None, **settings: Any) -> Any:
     transformers = pytest.importorskip("transformers", reason="needs the extra trainers")
-    from midepoch.adapters.trainers.transformers import feed
+    from midepoch.trainers.transformers import feed
 
     torch.manual_seed(0)
     arguments = transformers.TrainingArguments(

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_runs import TRAIN, VALIDATION, Killed, Make, Noisy, Peeking, Recorder, Saver, fit, mapped, plain, unknown
 
 from midepoch import MidepochWarning, StateError
-from midepoch.adapters.trainers.lightning import ExactResume
+from midepoch.trainers.lightning import ExactResume
 from support import forking
 
 

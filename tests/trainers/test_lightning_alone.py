@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning_runs import TRAIN, Killed, Make, Peeking, Recorder, Saver, fit, mapped, unknown
 
 import midepoch
-from midepoch.adapters.trainers.lightning import ExactResume
+from midepoch.trainers.lightning import ExactResume
 
 NAMED = r"resumes this loader from .* by its own counts, which may not be exact: add .*ExactResume\(\) to the trainer's"
 

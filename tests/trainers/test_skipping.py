@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import midepoch
-from midepoch.adapters.trainers.ignite import refuse_to_be_skipped
+from midepoch.trainers.ignite import refuse_to_be_skipped
 from support import forking
 
 JOB = Path(__file__).parent / "skipping_job.py"
@@ -111,7 +111,7 @@ def test_the_trainer_without_feed(tmp_path: Path) -> None:
     before, _ = run("transformers", tmp_path / "middle", 7)
     after, told = run("transformers", tmp_path / "middle", 0)
     assert after == before == whole[:7]
-    assert "UnsupportedSourceError" in told and "midepoch.adapters.trainers" in told
+    assert "UnsupportedSourceError" in told and "midepoch.trainers" in told
     # Told not to skip, it begins the epoch again, as its option says; a warning names what continues it.
     after, told = run("transformers", tmp_path / "middle", 0, "ignore")
     assert after[7:10] == whole[5:8] and told.count("MidepochWarning") == 1

@@ -41,8 +41,8 @@ from torchft.optim import OptimizerWrapper
 
 import midepoch
 from midepoch import MidepochError, UnsupportedSourceError, World
-from midepoch.adapters.trainers.torchft import Feed, feed
 from midepoch.loader.loader import Loader
+from midepoch.trainers.torchft import Feed, feed
 from support import forking, sources
 
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))

@@ -86,7 +86,7 @@ def hugging_face(
 ) -> Any:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    from midepoch.adapters.trainers.transformers import feed
+    from midepoch.trainers.transformers import feed
 
     class Stop(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
         def on_step_end(self, arguments: Any, state: Any, control: Any, **keywords: Any) -> None:
@@ -127,7 +127,7 @@ def test_hugging_face_trainer_on_another_split(tmp_path: Path) -> None:
     with pytest.raises(StateMismatchError, match=r"an epoch had 11 batches .* but has 6 now"):
         hugging_face(tmp_path, [], loader=make(batch_size=4), resume=str(tmp_path / "checkpoint-5"))
     with pytest.raises(TypeError, match="feed takes a Trainer and a wrapped loader"):
-        from midepoch.adapters.trainers.transformers import feed
+        from midepoch.trainers.transformers import feed
 
         feed(make(), make())  # type: ignore[arg-type]
 
@@ -490,8 +490,8 @@ def test_feed_of_in_process_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
         module.__dict__.update(found)
         monkeypatch.setitem(sys.modules, f"nvidia_resiliency_ext.{name}", module)
     monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext", package)
-    monkeypatch.delitem(sys.modules, "midepoch.adapters.trainers.inprocess", raising=False)
-    from midepoch.adapters.trainers.inprocess import feed
+    monkeypatch.delitem(sys.modules, "midepoch.trainers.inprocess", raising=False)
+    from midepoch.trainers.inprocess import feed
 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")

@@ -30,7 +30,7 @@ from torchft.manager import WorldSizeMode
 from torchft.optim import OptimizerWrapper
 
 import midepoch
-from midepoch.adapters.trainers.torchft import Feed, feed
+from midepoch.trainers.torchft import Feed, feed
 
 POINTS = ("quorum", "chosen", "allreduce", "voted", "healing", "sending", "first quorum")
 

@@ -33,7 +33,7 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 from support import forking
 
 HERE = Path(__file__).parent
-MODULES = ["torchft", "midepoch.adapters.trainers.torchft", "torch._dynamo"]  # torch.optim imports the last one
+MODULES = ["torchft", "midepoch.trainers.torchft", "torch._dynamo"]  # torch.optim imports the last one
 POINTS = ("quorum", "chosen", "allreduce", "voted", "healing", "sending", "first quorum")
 
 ENDS = (

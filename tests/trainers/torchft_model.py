@@ -19,7 +19,7 @@ from torchft.manager import WorldSizeMode
 
 import midepoch
 from midepoch import MidepochError
-from midepoch.adapters.trainers.torchft import Feed
+from midepoch.trainers.torchft import Feed
 
 POINTS = ("in the quorum", "between quorum and batch", "in the allreduce", "behind the allreduce", "behind the vote")
 

@@ -35,7 +35,7 @@ vars(torch.distributed).setdefault("set_timeout", lambda timeout, group: None)  
 
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 
-from midepoch.adapters.trainers.torchtitan import feed  # noqa: E402
+from midepoch.trainers.torchtitan import feed  # noqa: E402
 
 
 class Texts(Dataset[Any]):

@@ -28,7 +28,7 @@ CHECKED = [
     ("ffcv", "midepoch.adapters.ffcv.private", "ffcv.libffcv:imdecode"),
     ("streaming", "midepoch.adapters.streaming.private", "streaming:StreamingDataset._each_sample_id"),
     ("webdataset", "midepoch.adapters.webdataset.private", "webdataset.filters:_map_tuple"),
-    ("transformers", "midepoch.adapters.trainers.transformers_private", "transformers.trainer:skip_first_batches"),
+    ("transformers", "midepoch.trainers.transformers_private", "transformers.trainer:skip_first_batches"),
     ("torch", "midepoch.reading.private", "torch.utils.data:DataLoader._get_iterator"),
 ]
 
@@ -142,8 +142,8 @@ IMPORTED = [
     ("ffcv", "ffcv.loader", "midepoch.adapters.ffcv"),
     ("streaming", "streaming", "midepoch.adapters.streaming"),
     ("webdataset", "webdataset", "midepoch.adapters.webdataset"),
-    ("transformers.trainer", "transformers.trainer", "midepoch.adapters.trainers.transformers"),
-    ("lightning", "lightning.pytorch", "midepoch.adapters.trainers.lightning"),
+    ("transformers.trainer", "transformers.trainer", "midepoch.trainers.transformers"),
+    ("lightning", "lightning.pytorch", "midepoch.trainers.lightning"),
 ]
 """A package, what of it is there before, and the adapter that is imported then."""
 

@@ -11,7 +11,7 @@ import torchft
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
-import midepoch.adapters.trainers.torchft
+import midepoch.trainers.torchft
 from synthetic import Pictures
 
 GROUP = int(os.environ.get("REPLICA_GROUP_ID", 0))
@@ -34,7 +34,7 @@ def main() -> None:
         pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=5)), min_replica_size=1, load_state_dict=load_state_dict,
         state_dict=state_dict, replica_id=f"train_ddp_{GROUP}", timeout=timedelta(seconds=30),
     )  # fmt: skip
-    trainloader = midepoch.adapters.trainers.torchft.feed(manager, trainloader)
+    trainloader = midepoch.trainers.torchft.feed(manager, trainloader)
     model = torchft.DistributedDataParallel(manager, nn.Sequential(nn.Flatten(), nn.Linear(192, 10)))
     optimizer = torchft.Optimizer(manager, optim.AdamW(model.parameters()))
     criterion = nn.CrossEntropyLoss()
