@@ -1,4 +1,4 @@
-"""Writes the table of docs/reliability.md from the results beside it: ``python docs/attacks.py``.
+"""Writes the table of attacks in docs/guarantees.md from the results beside it: ``python docs/attacks.py``.
 
 A test compares them.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
-PAGE = DOCS / "reliability.md"
+PAGE = DOCS / "guarantees.md"
 BEGIN, END = "<!-- attacks -->\n", "<!-- end of attacks -->"
 FILES = ("snapshot files", "tar archives", "webdataset index caches", "beton files")
 

@@ -1,6 +1,6 @@
 """Finds the random generators that a dataset or a collate function holds, and seeds them.
 
-It looks here, and nowhere else (docs/limits.md shows what is not found):
+It looks here, and nowhere else (docs/guarantees.md shows what is not found):
 
 * in the attributes and slots of objects, from the given ones on;
 * in plain containers (dict, list, tuple, set, frozenset, deque) of at most `LONGEST_CONTAINER` members;

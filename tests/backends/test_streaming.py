@@ -922,7 +922,7 @@ def test_of_data_that_are_downloaded_the_index_is_compared(folders: Path, tmp_pa
         (hashed, of("hashed-changed", workers=2), "StateMismatchError"),
         (hashed, of("hashed-changed", options={"verify": "warn"}), "told"),
         (hashed, of("hashed-changed", options={"verify": "off"}), "exact"),
-        # Equal sizes and no hashes: nothing that is known without a download differs (docs/limits.md).
+        # Equal sizes and no hashes: nothing that is known without a download differs (docs/guarantees.md).
         (plain, of("changed"), "exact"),
         (plain, of("copied"), "exact"),
         (plain, {"local": str(folders / "copied")}, "exact"),  # downloaded or not, the shards are the same

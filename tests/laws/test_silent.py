@@ -183,7 +183,7 @@ def test_a_cyclic_and_a_large_item_are_no_matter_to_a_replay() -> None:
         assert len(list(wrap(items, seed=0))) == 2
 
 
-# --- the table of docs/reliability.md, row by row ---------------------------------------------------------------------
+# --- sources that are not what they seem, one by one ------------------------------------------------------------------
 #
 # Three more rows are elsewhere: a subclass of a DALI iterator (test_dali_fronts), a mesh (test_world,
 # test_groups_and_meshes_of_real_processes), and sources with a state of their own (test_own_states).

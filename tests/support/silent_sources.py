@@ -1,4 +1,4 @@
-"""Sources that once gave other data after a resume without a word: one or more for each row of docs/reliability.md."""
+"""Sources that once gave other data after a resume without a word: one or more of each kind."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_every_cut_continues_exactly(kind: type[Documents], drop_last: bool, bat
                 states.append(loader.state_dict())
     for taken, state in enumerate(states, 1):
         if kind is Flushed and "draws=" in state["detail"]:
-            continue  # what it keeps is known at the end of its first pass: docs/limits.md
+            continue  # what it keeps is known at the end of its first pass: docs/guarantees.md
         resumed = make(kind, drop_last, batch_size)
         resumed.load_state_dict(state)
         rest = [batch for epoch in read(resumed, 2) for batch in epoch]

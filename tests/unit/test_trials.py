@@ -485,7 +485,7 @@ class OnItsClass:
 
 
 def test_a_trial_that_takes_from_what_all_copies_share_is_told() -> None:
-    """Pickling copies no attribute of a class, so two units of it are lost: docs/limits.md."""
+    """Pickling copies no attribute of a class, so two units of it are lost: docs/guarantees.md."""
     OnItsClass.queue = collections.deque(range(100))
     off = iter(midepoch.wrap(OnItsClass(), seed=5, verify="off"))
     assert [next(off) for _ in range(5)] == [0, 1, 2, 3, 4]
@@ -608,7 +608,7 @@ def test_a_loader_of_three_methods_is_tried_as_far_as_it_goes() -> None:
     assert {promise.standing for promise in promises} == {"believed", "not declared"}
 
 
-# --- the table of docs/reliability.md, where a job tries nothing ------------------------------------------------------
+# --- sources that are not what they seem, where a job tries nothing ---------------------------------------------------
 
 # Rows that a job tells, or that are refused at a resume: the trial that names each.
 TRIAL_OF = {
