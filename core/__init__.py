@@ -36,6 +36,8 @@ from .stateful_iterable import StatefulIterable
 from .world import World
 from .wrapping import wrap
 
+__version__ = "0.1.0"  # pyproject.toml reads it here
+
 __all__ = [
     "Capabilities",
     "Capability",

@@ -36,6 +36,14 @@ class StatefulIterable(Protocol):
             def __next__(self):
                 return self.data[next(self.sampler_iter)]
 
+    The loop over its epochs, which also continues a resumed one:
+
+        samples = Samples(data)
+        samples.load_state_dict(checkpoint["data"])                # after a crash
+        for epoch in range(samples.state_dict()["epoch"], 90):
+            for sample in samples:
+                ...
+
     If such a dataset is read by a DataLoader with workers, wrap the DataLoader: worker processes iterate copies of the
     dataset, and the original does not see how far they are.
     """

@@ -65,7 +65,13 @@ def wrap(
     inside: str | None = None,
     **settings: Unpack[Settings],
 ) -> Loader:
-    """Make `source` resume in the middle of an epoch.
+    """Make `source` resume in the middle of an epoch:
+
+        loader = midepoch.wrap(DataLoader(dataset, batch_size=32, shuffle=True), seed=0)
+        loader.load_state_dict(checkpoint["data"])       # after a crash; otherwise leave it out
+        for batch in loader:
+            ...
+            checkpoint["data"] = loader.state_dict()     # a few hundred bytes, at any time
 
     Args:
         source: a torch DataLoader, a dataset that exposes a sampler, a list of batches, a generator function, anything

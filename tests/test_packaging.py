@@ -21,6 +21,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import midepoch
 from support.places import ROOT
 
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -121,8 +122,10 @@ def test_no_package_is_named_after_the_source_folders() -> None:
     assert tops.isdisjoint(FOLDERS)
 
 
-def test_version_is_the_one_in_pyproject() -> None:
-    assert importlib.metadata.version("midepoch") == PYPROJECT["project"]["version"]
+def test_the_version_stands_in_one_place() -> None:
+    assert importlib.metadata.version("midepoch") == midepoch.__version__
+    done = subprocess.run([sys.executable, "-m", "midepoch", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"midepoch {midepoch.__version__}\n"
 
 
 def test_tested_versions_are_pinned_for_every_requirement() -> None:

@@ -8,7 +8,7 @@ import pkgutil
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Self, TypeVar
 
 from ..backends import COUNTING_TRAINERS
 from ..errors import MidepochError, StateError, UnsupportedSourceError, warn
@@ -29,15 +29,24 @@ __all__ = ["Loader"]
 
 _ALONE = "the loader"  # its name in a body of its own
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault  # Python has it from 3.13 on
+
+    Batch = TypeVarWithDefault("Batch", covariant=True, default=Any)
+else:
+    Batch = TypeVar("Batch", covariant=True)
+
+
 def _check_user(loader: Loader, frame: FrameType | None) -> None:
     if frame is not None and (path := COUNTING_TRAINERS.get(frame.f_globals.get("__name__", ""))) is not None:
         pkgutil.resolve_name(path)(loader, frame)
 
 
-class Loader:
+class Loader(Generic[Batch]):
     """What `midepoch.wrap` returns: the source's batches, and a state.
 
-    Iterate it as often as you like; each pass is one epoch. Not thread-safe: one thread iterates and saves.
+    Iterate it as often as you like; each pass is one epoch. Not thread-safe: one thread iterates and saves. A type
+    checker knows the batches of a ``Loader[Tensor]``; `wrap` returns a ``Loader[Any]``, which fits any annotation.
 
     Attributes:
         source: the object that was wrapped.
@@ -99,6 +108,20 @@ class Loader:
     def position(self) -> int:
         """Units of this epoch that all ranks together have received."""
         return self._progress.position
+
+    @property
+    def seed(self) -> int:
+        """Of the order and of the random streams, in [0, 2**64). A loaded state may have brought it.
+
+        Raises:
+            MidepochError: the source drew its own seed, and other ranks may have drawn others.
+        """
+        return self._context.seed(self._context.world())
+
+    @property
+    def world(self) -> World:
+        """The ranks that share the data now."""
+        return self._context.world()
 
     @property
     def unit(self) -> Literal["sample", "batch"]:
@@ -482,11 +505,11 @@ class Loader:
 
     # --- iteration ---
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         _check_user(self, sys._getframe().f_back)
         return Pass(self._progress)
 
-    def peek(self) -> Any:
+    def peek(self) -> Batch:
         """Return the next batch at the current place without taking it: the state does not move.
 
         The running pass, or the one that continues from here, returns the same batch next. A pass begun after a `break`
@@ -496,7 +519,8 @@ class Loader:
             StopIteration: nothing is left of this epoch, and its pass has not been told that it has ended, or its body
                 has not ended.
         """
-        return self._progress.peek()
+        batch: Batch = self._progress.peek()
+        return batch
 
     def close(self) -> None:
         """Stop worker processes and threads. The state stays; iterating again starts them again."""

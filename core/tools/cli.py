@@ -6,6 +6,7 @@ are imported when it is called, so that the others work without them.
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -33,12 +34,22 @@ def main() -> None:
 
     # A callback's docstring is the help of the whole program.
     @app.callback()
-    def midepoch() -> None:
+    def midepoch(
+        version: Annotated[
+            bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+        ] = False,
+    ) -> None:
         """Makes any data iterable resume in the middle of an epoch."""
 
     for command in (check, inspect):
         app.command()(command)
     app(prog_name="midepoch")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"midepoch {importlib.metadata.version('midepoch')}")
+        raise typer.Exit
 
 
 def check(

@@ -6,7 +6,7 @@ import copy
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_type
 
 import pytest
 import torch
@@ -158,7 +158,7 @@ def test_a_hugging_face_resume_without_feed_is_refused(tmp_path: Path) -> None:
         return Fed(model=Model(), args=settings, train_dataset=Rows())
 
     trainer(2).train()
-    with pytest.raises(UnsupportedSourceError, match=r"midepoch\.adapters\.trainers"):
+    with pytest.raises(UnsupportedSourceError, match=r"midepoch\.trainers"):
         trainer(4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
@@ -169,3 +169,30 @@ def test_a_shard_that_a_source_has_no_use_for_is_refused() -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata")
     with pytest.raises(UnsupportedSourceError, match="shard=True"):
         midepoch.wrap(stateful.StatefulDataLoader(Rows(4)), shard=True)
+
+
+# --- as typed users and people at a prompt meet it ---
+
+
+def test_a_loader_is_generic_in_its_batch() -> None:
+    loader: midepoch.Loader[dict[str, torch.Tensor]] = midepoch.wrap(DataLoader(Rows(), batch_size=5), seed=0)
+    for batch in loader:
+        assert_type(batch, dict[str, torch.Tensor])
+        assert len(batch["labels"]) == 5
+    untyped: midepoch.Loader = loader  # without a parameter, strict type checkers take Any
+    assert_type(next(iter(untyped)), Any)
+
+
+def test_the_seed_and_the_world_that_are_in_use() -> None:
+    loader = midepoch.wrap(DataLoader(Rows(), batch_size=5, shuffle=True), seed=7, world=World(1, 2))
+    assert loader.seed == loader.state_dict()["seed"] == 7 and loader.world == World(1, 2)
+    resumed = midepoch.wrap(DataLoader(Rows(), batch_size=5, shuffle=True))
+    resumed.load_state_dict(loader.state_dict())
+    assert resumed.seed == 7 and resumed.world.world_size == 1
+    loader.reshard(World(0, 3))
+    assert loader.world == World(0, 3)
+
+
+def test_help_begins_with_an_example() -> None:
+    first = (midepoch.wrap.__doc__ or "").partition("Args:")[0]
+    assert "loader = midepoch.wrap(DataLoader(" in first and "loader.load_state_dict(" in first

@@ -1153,3 +1153,13 @@ def test_a_save_behind_the_loop_leaves_alone_what_a_signal_has_saved(tmp_path: P
     with pytest.raises(SystemExit):
         train(tmp_path / "cut.pt", cut=True)
     assert train(tmp_path / "cut.pt", cut=False) == whole
+
+
+def test_loader_epochs_beside_a_snapshot_names_its_epochs(tmp_path: Path) -> None:
+    loader = midepoch.wrap(DataLoader(sources.Indices(8), batch_size=2), seed=0)
+    snapshot = midepoch.Snapshot(tmp_path / "run.pt", every=3, signals=(), data=loader)
+    with pytest.warns(MidepochWarning, match=r"write `for epoch in snapshot.epochs\(n\):`") as told:
+        for _ in loader.epochs(2):
+            for _ in loader:
+                snapshot.step()
+    assert len(told) == 1 and (tmp_path / "run.pt").exists()
