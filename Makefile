@@ -55,7 +55,7 @@ trainers: setup ## real runs of the trainers that have an environment of their o
 	$(call apart,trainers)
 	$(BIN)/python -m pytest tests/trainers/test_trainers.py $(ARGS)
 
-wild: setup ## loaders of third-party packages, cut and continued: docs/sources.md
+wild: setup ## loaders of third-party packages, cut and continued: docs/sources.json
 	$(call apart,wild)
 	$(BIN)/python benchmarks/wild.py $(ARGS)
 

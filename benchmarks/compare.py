@@ -733,7 +733,8 @@ def told_exactness(rows: Sequence[Row], samples: int) -> str:
     return table(
         title, ["peer", *QUESTIONS.values()], labelled(lines), "exactness",
         "Grain's `ElasticIterator` is made for other numbers of ranks. It is not in this table; see [sources with a "
-        "state of their own](../own_states.md). Accelerate's `use_stateful_dataloader=True` was not measured.",
+        "state of their own](../sources.md#stateful-sources). Accelerate's `use_stateful_dataloader=True` was not "
+        "measured.",
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """What wrapping a DALI iterator costs, in both modes: throughput, the first batch after a resume, the size of a state.
 
 Run ``python benchmarks/dali.py``. Alternated rounds in one run; reported are medians, and the median of the rounds'
-ratios. Prints Markdown; docs/dali.md holds its output with the date.
+ratios. Prints Markdown; docs/benchmarks/index.md has its figures.
 """
 
 from __future__ import annotations

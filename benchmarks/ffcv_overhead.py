@@ -2,7 +2,7 @@
 
 Run ``python benchmarks/ffcv_overhead.py``. Whole epochs of the bare and of the wrapped Loader, alternated in one run,
 after one epoch of each in which they compile; reported are medians, and geometric means of the rounds' ratios, with the
-interval that holds the true one in 95 of 100 runs. Prints Markdown; docs/ffcv.md holds its output with the date.
+interval that holds the true one in 95 of 100 runs. Prints Markdown; docs/benchmarks/index.md has its figures.
 """
 
 from __future__ import annotations

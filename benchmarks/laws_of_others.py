@@ -1,6 +1,6 @@
 """Which laws loaders that keep a state satisfy by themselves, and which wrapped: the same suite on both.
 
-Run ``python benchmarks/laws_of_others.py``. Prints Markdown; docs/own_states.md holds its output with the date. Grain's
+Run ``python benchmarks/laws_of_others.py``. Prints Markdown; docs/sources.md counts what fails. Grain's
 iterators carry their state, so those of the bare ones are called through an object that forwards to them.
 """
 

@@ -2,7 +2,7 @@
 
 Run ``python benchmarks/streaming_overhead.py``. Alternated rounds of whole epochs in one run; reported are geometric
 means of the rounds' ratios, with the interval that holds the true one in 95 of 100 runs. Prints Markdown;
-docs/streaming.md holds its output with the date.
+docs/benchmarks/index.md has its figures.
 """
 
 from __future__ import annotations

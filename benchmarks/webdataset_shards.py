@@ -1,4 +1,4 @@
-"""webdataset pipelines, wrapped and plain, alternated; the medians go into docs/webdataset.md.
+"""webdataset pipelines, wrapped and plain, alternated; the medians go into docs/benchmarks/index.md.
 
 python benchmarks/webdataset_shards.py [folder for 2 GB of shards]
 """

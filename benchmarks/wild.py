@@ -1,9 +1,9 @@
 """How loaders of third-party packages run wrapped, and resume: two epochs, cut in three places, continued elsewhere.
 
-Run ``make wild``, which installs the packages into folders of their own first. Writes docs/sources.md. Each verdict
-follows from the run: another process, under other global seeds, must give the rest of each epoch bit for bit. With
-``--only``, rows whose name has one of its words in it are run again, and the others stay as docs/sources.json has them.
-With ``--undisturbed``, only the column of that name is made again.
+Run ``make wild``, which installs the packages into folders of their own first. Writes docs/sources.json, and from it
+the table in docs/sources.md. Each verdict follows from the run: another process, under other global seeds, must give
+the rest of each epoch bit for bit. With ``--only``, rows whose name has one of its words in it are run again, and the
+others stay as docs/sources.json has them. With ``--undisturbed``, only the field of that name is made again.
 Both files are written after each row, so that what was found stays where a run is ended.
 """
 
@@ -33,6 +33,8 @@ from wild_rows import ROWS
 ROOT = Path(__file__).parents[1]
 FOLDERS = ROOT / ".venv" / "wild"
 KEPT = ROOT / "docs" / "sources.json"
+PAGE = ROOT / "docs" / "sources.md"
+BEGIN, END = "<!-- loaders -->\n", "<!-- end of loaders -->"
 LIMIT = 240  # seconds of one process
 
 
@@ -225,59 +227,6 @@ def versions(rows: dict[str, Row]) -> tuple[list[str], list[str]]:
     return [f"{name} {version}" for name, version in sorted(found.items())], sorted(missing)
 
 
-HEAD = """# Third-party loaders
-
-Wrap a loader of another package as its users write it:
-
-```text
-loader = midepoch.wrap(DataLoader(dataset, 4, sampler=ImbalancedDatasetSampler(dataset)), seed=0)   # torchsampler
-loader = midepoch.wrap(InfiniteDataLoader(dataset, batch_size=4, shuffle=True), seed=0, inside="")  # ultralytics
-loader = midepoch.wrap(PrefetchLoader(DataLoader(dataset, 4), ...), seed=0, inside="loader")        # timm
-```
-
-[`inside=`](start.md#objects-around-a-dataloader) declares an object that passes a DataLoader's batches on. All rows of
-such objects have it, but where it says so.
-
-The table counts the outcomes of {number} such loaders on {date}, with Python {python} on {cores} cores, {machine}.
-For {rebuilt} of them the package was not installed: this repository rebuilds the structure of its published source
-([whose](#versions)). Rows without a package's name are patterns, written here.
-
-| outcome | loaders | means |
-|---|---:|---|
-{outcomes}
-
-`make wild` runs them and writes this page. It reads each loader for two epochs, and saves it in the middle of the first
-epoch, at the boundary, and in the middle of the second. It cuts a loader without an end once, in its only pass. Another
-process, under other global seeds, continues from each state, and must give the rest of the epoch bit for bit.
-
-- **Same samples** compares an epoch with one of the loader by itself. A shuffled order is midepoch's own, so where a
-  loader shuffles, only the samples are compared.
-- **Undisturbed** compares three epochs without a resume with three of the loader by itself: the law
-  [transparent](testing.md#the-plain-loader).
-- **1 -> 2 ranks**: two ranks continue what one had begun, where `capabilities` promises that.
-- **-**: not promised by `capabilities`, not tried (loaders without an end), or there is nothing to compare with.
-  Grain's `ElasticIterator` continues on [other numbers of ranks](own_states.md#other-numbers-of-ranks), but is built
-  for one here.
-
-| loader | outcome | undisturbed | same samples | 1 -> 2 ranks |
-|---|---|---|---|---|
-"""
-
-TAIL = """`wrap` took {slowest:.0f} ms at most.
-
-## Versions
-
-{versions}.
-
-Not installed, but rebuilt here with the structure of their published source: {copied}.
-
-torchvision's wheel cannot be imported with a CPU build of torch, because its compiled operators are missing. Packages
-that import it run with the real torchvision, with two operators declared and none called.
-
-## midepoch's messages
-
-"""
-
 MEANINGS = {
     "exact, in constant time": "bit for bit, and the resume jumps to its place",
     "exact, by replay": "bit for bit, and the resume reads again what comes before its place",
@@ -293,31 +242,20 @@ MEANINGS = {
 }
 
 
-def outcomes(found: dict[str, Verdict]) -> str:
-    """The rows of the first table. The last one is there even if it counts nothing."""
-    counts = Counter(re.sub(r"in \d+ tests?", "in tests", each.kind) for each in found.values())
+def table(kept: dict[str, Any]) -> str:
+    """The rows of the page. The last one is there even if it counts nothing."""
+    run, loaders = kept["run"], kept["loaders"]
+    counts = Counter(re.sub(r"in \d+ tests?", "in tests", each["kind"]) for each in loaders.values())
     shown = [(kind, counts[kind], means) for kind, means in MEANINGS.items() if counts[kind] or kind == WRONG]
-    return "\n".join(f"| {kind} | {count} | {means} |" for kind, count, means in shown)
+    rows = [f"| {kind} | {count} | {means} |\n" for kind, count, means in shown]
+    head = f"| outcome, {run['date']} | of {len(loaders)} loaders | means |\n|---|---:|---|\n"
+    return head + "".join(rows)
 
 
-def page(found: dict[str, Verdict]) -> str:
-    named, copied = versions({name: ROWS[name] for name in found})
-    head = HEAD.format(
-        number=len(found), date=time.strftime("%Y-%m-%d"), python=platform.python_version(), cores=os.cpu_count(),
-        machine=platform.machine(), outcomes=outcomes(found),
-        rebuilt=sum(not set(copied).isdisjoint(ROWS[name].packages) for name in found),
-    )  # fmt: skip
-    slowest = 1000 * max(each.wrapping for each in found.values())
-    lines = [
-        f"| {name} | {each.kind} | {each.undisturbed} | {each.samples} | {each.ranks} |" for name, each in found.items()
-    ]
-    others = {name: each for name, each in found.items() if not each.kind.startswith("exact,")}
-    words = [f"- **{name}**, {each.kind}: {each.why}" for name, each in others.items()]
-    words += [
-        f"- **{name}**, undisturbed: {each.difference}" for name, each in found.items() if each.undisturbed == DIFFERS
-    ]
-    tail = TAIL.format(slowest=slowest, versions=", ".join(named), copied=", ".join(copied))
-    return "\n".join((head + "\n".join(lines), "", tail + "\n".join(words), ""))
+def page(kept: dict[str, Any]) -> str:
+    """The page with this table."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}{table(kept)}{END}{rest.partition(END)[2]}"
 
 
 def main() -> int:
@@ -328,8 +266,8 @@ def main() -> int:
     options = arguments.parse_args()
     names = [name for name in ROWS if not options.only or any(word.lower() in name.lower() for word in options.only)]
     # A part of the rows takes the place of what came of them before.
-    former = json.loads(KEPT.read_text()) if (options.only or options.undisturbed) and KEPT.exists() else {}
-    found = {name: Verdict(*each) for name, each in former.items()}
+    former = json.loads(KEPT.read_text())["loaders"] if (options.only or options.undisturbed) and KEPT.exists() else {}
+    found = {name: Verdict(**each) for name, each in former.items()}
     with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
         running = {
             pool.submit(with_comparison, found.get(name, Verdict("could not run")), name)
@@ -347,8 +285,12 @@ def main() -> int:
 
 
 def write(found: dict[str, Verdict]) -> None:
-    KEPT.write_text(json.dumps({name: list(each) for name, each in found.items()}, indent=1) + "\n")
-    (ROOT / "docs" / "sources.md").write_text(page(found))
+    named, rebuilt = versions({name: ROWS[name] for name in found})
+    machine = {"python": platform.python_version(), "cores": os.cpu_count(), "machine": platform.machine()}
+    run = {"date": time.strftime("%Y-%m-%d"), **machine, "versions": named, "rebuilt here": rebuilt}
+    kept = {"run": run, "loaders": {name: each._asdict() for name, each in found.items()}}
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+    PAGE.write_text(page(kept), encoding="utf-8")
 
 
 if __name__ == "__main__":

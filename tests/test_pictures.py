@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import json
 import re
 import xml.etree.ElementTree
 from collections import Counter
@@ -32,6 +34,14 @@ def test_the_table_of_attacks_is_that_of_the_results() -> None:
     attacks = program("attacks")
     assert attacks.PAGE.read_text(encoding="utf-8") == attacks.written(), "run python docs/attacks.py"
     assert all(str(row[-1]) in ("0", "-") for row in attacks.lines()[1:])
+
+
+def test_the_table_of_other_packages_is_that_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    wild = importlib.import_module("wild")
+    kept = json.loads(wild.KEPT.read_text(encoding="utf-8"))
+    assert wild.PAGE.read_text(encoding="utf-8") == wild.page(kept)
+    assert len(kept["loaders"]) > 100 and "| **silently wrong** | 0 |" in wild.table(kept)
 
 
 def test_what_is_stored_is_what_is_drawn(pictures: ModuleType) -> None:

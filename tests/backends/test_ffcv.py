@@ -24,7 +24,7 @@ import torch
 
 from support.places import ROOT, TESTS
 
-pytest.importorskip("ffcv", reason="FFCV is not installed (it needs system packages, see docs/ffcv.md)")
+pytest.importorskip("ffcv", reason="FFCV is not installed (it needs system packages, see docs/sources.md#ffcv)")
 
 import numba
 from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder, SimpleRGBImageDecoder
