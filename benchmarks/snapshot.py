@@ -2,7 +2,7 @@
 
 Run ``python benchmarks/snapshot.py``. Alternated rounds in one run; reported are medians of the rounds' ratios for
 saves, whose times have a long tail, and geometric means for steps, each with the interval that holds the true one in 95
-of 100 runs. Prints Markdown; docs/trainers.md holds it.
+of 100 runs. Prints Markdown; docs/benchmarks/index.md has its figures.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def test_an_entry_of_the_start_resumes_exactly(name: str, tmp_path: Path, monkey
         assert trained(f"{number}", number) + trained(f"{number}") == whole
 
 
-@pytest.mark.parametrize("name", ["programs.md", "what_else_draws.md"])
+@pytest.mark.parametrize("name", ["howto.md", "what_else_draws.md"])
 def test_the_evaluation_of_one_rank_has_all_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a world of two, where each block's own assertions fail once it does not say so."""
     (code,) = (code for code in blocks(ROOT / "docs" / name, "python") if "midepoch.World()" in code)

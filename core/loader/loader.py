@@ -499,7 +499,7 @@ class Loader(Generic[Batch]):
         if self._progress.body is not None:
             raise MidepochError(
                 "rollback() in the body of epochs(), which counts its passes: read in a loop of your own, as "
-                "docs/live.md shows"
+                "docs/trainers.md shows"
             )
         self._progress.roll_back()
 
