@@ -209,11 +209,11 @@ class MaterializedOrder:
         self._begun.clear()
         self._ahead = None
 
-    def twin(self) -> MaterializedOrder:
+    def clone(self) -> MaterializedOrder:
         """The same order for another loader of the same source, which may go on with a pass that was begun here."""
-        twin = copy.copy(self)
-        twin._begun = dict(self._begun)
-        return twin
+        clone = copy.copy(self)
+        clone._begun = dict(self._begun)
+        return clone
 
     def _try(self, listed: MaterializedEpoch, copied: Copied, seed: int, epoch: int) -> None:
         """Learn from two passes over a copy whether the sampler repeats itself, and keeps something from pass to pass.
@@ -379,12 +379,12 @@ def _shallow_copy(sampler: Any) -> Any:
     if isinstance(sampler, list | tuple | range):
         return sampler
     try:
-        twin, inner = copy.copy(sampler), getattr(sampler, "sampler", None)
+        clone, inner = copy.copy(sampler), getattr(sampler, "sampler", None)
         if callable(getattr(inner, "set_epoch", None)):
-            twin.sampler = copy.copy(inner)
+            clone.sampler = copy.copy(inner)
     except Exception:  # noqa: BLE001  # whatever its author has not thought of
         return sampler
-    return twin
+    return clone
 
 
 @dataclass(frozen=True)

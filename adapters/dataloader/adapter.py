@@ -179,10 +179,10 @@ class MapDataLoaderAdapter(Adapter):
 
     def __copy__(self) -> MapDataLoaderAdapter:
         """One that knows what the sampler has given."""
-        twin = type(self)(self.source, self.options)
-        if isinstance(self._order, MaterializedOrder) and isinstance(twin._order, MaterializedOrder):
-            twin._order = self._order.twin()
-        return twin
+        clone = type(self)(self.source, self.options)
+        if isinstance(self._order, MaterializedOrder) and isinstance(clone._order, MaterializedOrder):
+            clone._order = self._order.clone()
+        return clone
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
         """Samples, or batches of a user's batch sampler, in one epoch; None if it does not end."""

@@ -65,9 +65,9 @@ def on_local_device(pipelines: Mapping[str, Any], world: World | None = None) ->
     def moved(operation: Any) -> Any:
         if not isinstance(operation, private.ToDevice):
             return operation
-        twin = copy(operation)
-        twin.device = device
-        return twin
+        clone = copy(operation)
+        clone.device = device
+        return clone
 
     mapped: dict[str, Any] = {}
     for name, pipeline in pipelines.items():

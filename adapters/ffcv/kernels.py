@@ -22,7 +22,7 @@ from numba import prange
 from numba.extending import is_jitted, overload
 from numba.np.ufunc.parallel import get_thread_id
 
-from midepoch.adapters.ffcv.streams import restart, restart_python
+from midepoch.adapters.ffcv.random_streams import restart, restart_python
 
 __all__ = ["DAMAGES", "batchwise", "compiled", "decoder", "identity", "samplewise"]
 

@@ -1,10 +1,10 @@
 """Sources with their own state: StatefulDataLoader, Hugging Face's IterableDataset, Grain, and all others."""
 
 from midepoch.adapters.stateful.adapter import StatefulAdapter
+from midepoch.adapters.stateful.dataloaders import StreamAdapter, WorkersAdapter
 from midepoch.adapters.stateful.elastic import ElasticGrainAdapter, LitDataAdapter
 from midepoch.adapters.stateful.energon import EnergonAdapter
 from midepoch.adapters.stateful.packages import DatasetsAdapter, GrainAdapter
-from midepoch.adapters.stateful.streams import StreamAdapter, WorkersAdapter
 from midepoch.adapters.stateful.torchdata import NodesAdapter, TorchdataAdapter
 
 __all__ = [

@@ -223,8 +223,8 @@ class StatefulAdapter(Adapter):
 
         def follow(seeded: Any) -> Any:
             # Another copy than the one that is seeded: a new process finds the source's generators as they were made.
-            twin = type(self)(copied.open(), dataclasses.replace(self.options, verify="off"))
-            session = twin.open(run)
+            clone = type(self)(copied.open(), dataclasses.replace(self.options, verify="off"))
+            session = clone.open(run)
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # what it would say is noted below
@@ -232,7 +232,7 @@ class StatefulAdapter(Adapter):
             except StopIteration:
                 return "the end"
             finally:
-                self._of_load = twin._of_load
+                self._of_load = clone._of_load
                 session.close()
 
         key = derive_key(Purpose.TRIAL, run.seed, run.epoch, run.position)

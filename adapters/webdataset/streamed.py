@@ -18,8 +18,7 @@ from typing import Any, ClassVar
 from midepoch.adapters.webdataset.finish import Finish
 from midepoch.adapters.webdataset.index import Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline
-from midepoch.adapters.webdataset.shards import quick_identity
-from midepoch.adapters.webdataset.streams import (
+from midepoch.adapters.webdataset.shard_streams import (
     Cursor,
     Cursors,
     Layout,
@@ -28,6 +27,7 @@ from midepoch.adapters.webdataset.streams import (
     StreamRequest,
     parse_cursors,
 )  # fmt: skip
+from midepoch.adapters.webdataset.shards import quick_identity
 from midepoch.errors import StateCorruptError, StateMismatchError, UnsupportedSourceError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Facts, Options, Reach, Run, Session

@@ -16,8 +16,8 @@ from ..state.parts import is_rank_independent, join_states, warn_of_witnesses
 from .body_record import BodyRecord
 from .epoch_loop import EpochLoop
 from .files import FORMAT, Found, read
+from .fitting import check_fits, kinds_of, sharded
 from .generators import save_generators
-from .parts import check_fits, kinds_of, sharded
 
 __all__ = ["Contribution", "apply", "contribute", "joined", "read_fitting"]
 

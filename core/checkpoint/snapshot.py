@@ -25,8 +25,8 @@ from ..order.keys import derive_key
 from .content import apply, contribute, joined, read_fitting
 from .epoch_loop import EpochLoop
 from .files import Found, SnapshotFile, cure_of, find, release_files
+from .fitting import merge
 from .generators import check_generators, seed_generators, set_generators
-from .parts import merge
 from .ranks import NEVER, Agreement, Ranks
 from .signals import Signals, end_process
 from .unfollowed import Unfollowed

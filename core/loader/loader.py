@@ -536,10 +536,10 @@ class Loader(Generic[Batch]):
         # With an adapter of its own, because worker processes cannot be shared.
         adapter = copy.copy(self._adapter)
         adapter.around = self._adapter.around
-        twin = type(self)(adapter, self._options)
-        twin._ahead = self._ahead
-        twin._progress.start_as(self._progress)
-        return twin
+        clone = type(self)(adapter, self._options)
+        clone._ahead = self._ahead
+        clone._progress.start_as(self._progress)
+        return clone
 
     # --- the body of an epoch ---
 

@@ -1,8 +1,8 @@
 """Objects that pass on, one for one, the batches of a loader inside them, as ``wrap(..., inside=)`` declares.
 
-While such an object makes a batch, a `Feed` stands for the loader inside. It gives the batches of a session of that
-loader's own adapter, which jumps, and the random generators are under the stream of the batch that is asked for. In
-between, the object is as the user has made it.
+While such an object makes a batch, an `InnerIterator` stands for the loader inside. It gives the batches of a session
+of that loader's own adapter, which jumps, and the random generators are under the stream of the batch that is asked
+for. In between, the object is as the user has made it.
 
 That it is one for one is not tried but watched: what it has asked for less what it has handed out stays the same within
 a pass until the loader inside ends, and then it hands out the rest.
@@ -125,8 +125,8 @@ class Around:
             for name, value in vars(each).items()
             if not (isinstance(each, DataLoader) and name in attributes_of_torch())
         ]
-        others = (each for each in held if not (id(each) in loaders or isinstance(each, Feed) or is_iterator(each)))
-        return *map(type, self._holders), *others
+        kept = (each for each in held if id(each) not in loaders and not isinstance(each, InnerIterator))
+        return *map(type, self._holders), *(each for each in kept if not is_iterator(each))
 
     def promises(self, inner: Capabilities) -> Capabilities:
         """Those of the loader inside, in the object's name."""
@@ -136,13 +136,13 @@ class Around:
             exact = replace(exact, reason=f"{exact.reason}; numbers drawn in {self.name} are the batch's")
         return replace(inner, constant_time_resume=jumps, exact_augmentations=exact)
 
-    def stand_ins(self, feed: _FeedLoader) -> list[tuple[dict[str, Any], str, Any]]:
+    def stand_ins(self, feed: _InnerLoader) -> list[tuple[dict[str, Any], str, Any]]:
         """The attributes in which something else stands while a batch is made, and what."""
         found: list[tuple[dict[str, Any], str, Any]] = []
         for each in self._holders:
             held = each.__dict__
             found += ((held, name, feed) for name, value in held.items() if value is self._loader)
-            iterators = [name for name, value in held.items() if is_iterator(value) or isinstance(value, Feed)]
+            iterators = [name for name, value in held.items() if is_iterator(value) or isinstance(value, InnerIterator)]
             found += ((held, name, feed.iterator) for name in iterators)
         if self._holders[-1] is self._loader:  # its class calls torch's methods, which use these
             begins = iterating_by(feed._midepoch_begin, self._loader)
@@ -152,7 +152,7 @@ class Around:
     def leave(self) -> None:
         """Take feeds that the object has kept for later passes out of it."""
         for each, names in zip(self._holders, self._names, strict=True):
-            for name in [name for name, value in vars(each).items() if isinstance(value, Feed)]:
+            for name in [name for name, value in vars(each).items() if isinstance(value, InnerIterator)]:
                 if name in names:
                     vars(each)[name] = None
                 else:
@@ -173,7 +173,7 @@ def _once(loader: DataLoader[Any]) -> dict[str, Any]:
     return found
 
 
-class Feed:
+class InnerIterator:
     """Stands for an iterator of the loader inside.
 
     Its attributes begin with `_midepoch`: an object may keep it, and nobody looks for random generators there.
@@ -182,7 +182,7 @@ class Feed:
     def __init__(self, ask: Callable[[], Any]) -> None:
         self._midepoch_ask = ask
 
-    def __iter__(self) -> Feed:
+    def __iter__(self) -> InnerIterator:
         return self
 
     def __next__(self) -> Any:
@@ -195,25 +195,27 @@ class Feed:
 
     def __reduce__(self) -> Any:
         # In another process no session is open. The next one there puts a feed of its own in this one's place.
-        return Feed, (_ended,)
+        return InnerIterator, (_ended,)
 
 
 def _ended() -> Any:
     raise StopIteration
 
 
-class _FeedLoader(Feed):
+class _InnerLoader(InnerIterator):
     """Stands for the loader itself. What it has besides batches is that loader's.
 
     Attributes:
         iterator: of it.
     """
 
-    def __init__(self, ask: Callable[[], Any], begin: Callable[[], Feed], loader: Any, batches: int | None) -> None:
+    def __init__(
+        self, ask: Callable[[], Any], begin: Callable[[], InnerIterator], loader: Any, batches: int | None
+    ) -> None:
         super().__init__(ask)
-        self._midepoch_begin, self.iterator, self._loader, self._batches = begin, Feed(ask), loader, batches
+        self._midepoch_begin, self.iterator, self._loader, self._batches = begin, InnerIterator(ask), loader, batches
 
-    def __iter__(self) -> Feed:
+    def __iter__(self) -> InnerIterator:
         return self._midepoch_begin()
 
     def __len__(self) -> int:
@@ -245,7 +247,7 @@ class _AroundSession(Session):
         self._global_batch = adapter.units_per_step(run.world)
         # Of this rank's part of a global batch.
         self._offset = adapter.sharing(run.world).rank * adapter.facts.batch_size
-        self._feed = _FeedLoader(self._ask, self._begin, around.inside, self._steps)
+        self._feed = _InnerLoader(self._ask, self._begin, around.inside, self._steps)
         self._places = around.stand_ins(self._feed)
         self._asked = self._handed = self._begun = 0
         self._ahead: int | None = None
@@ -377,7 +379,7 @@ class _AroundSession(Session):
         except Exception as error:  # noqa: BLE001  # raised behind what the object still hands out
             self._error = error
 
-    def _begin(self) -> Feed:
+    def _begin(self) -> InnerIterator:
         """The object begins to iterate the loader inside."""
         self._begun += 1
         if self._begun > 1:  # one that never ends would ask for ever

@@ -134,9 +134,9 @@ def iterating_by(begin: Callable[[], Any], loader: DataLoader[Any]) -> dict[str,
     make = begin
     if kind._get_iterator is not DataLoader._get_iterator:
         fed = type("Fed", (DataLoader,), {"_get_iterator": lambda self: begin()})
-        twin: Any = object.__new__(type(kind.__name__, (kind, fed), {}))  # `super()` finds `fed` before torch's class
-        object.__setattr__(twin, "__dict__", vars(loader))
-        make = functools.partial(kind._get_iterator, twin)
+        clone: Any = object.__new__(type(kind.__name__, (kind, fed), {}))  # `super()` finds `fed` before torch's class
+        object.__setattr__(clone, "__dict__", vars(loader))
+        make = functools.partial(kind._get_iterator, clone)
     return {"_get_iterator": make, "_iterator": None, "persistent_workers": False}
 
 

@@ -30,9 +30,9 @@ def determinism(examination: Examination) -> Outcome:
     """Two fresh loaders agree, also in another process; if shuffled, two epochs differ; random columns vary."""
     examination.need_exact()
     whole = examination.whole()
-    twin = examination.trial(examination.options(), passes=len(whole.passes))
+    clone = examination.trial(examination.options(), passes=len(whole.passes))
     for process in (0, 1):
-        other = examination.sound(examination.record([twin], process)[0], "a second fresh loader")
+        other = examination.sound(examination.record([clone], process)[0], "a second fresh loader")
         for epoch, (expected, got) in enumerate(zip(whole.passes, other.passes, strict=True)):
             where = "in the same process" if process == 0 else "in another process"
             examination.same(expected.batches, got.batches, f"the same batch from a fresh loader {where}", epoch=epoch)
