@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,9 +34,13 @@ class Numbers(Dataset[int]):
 
 
 @pytest.fixture(autouse=True)
-def no_second_number() -> None:
-    """Half of a pair of normal numbers, which a test before may have left with numpy, takes a call to be kept."""
+def nothing_left_by_others() -> Iterator[None]:
+    """Half of a pair of numpy's normal numbers takes a call to be kept, and garbage calls what it has registered."""
     np.random.seed(0)
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def calls_of(action: Any) -> Counter[str]:

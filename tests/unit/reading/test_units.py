@@ -1,0 +1,57 @@
+"""How an iterable is read: one `next` a unit, one more at the end, and none after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset
+
+import midepoch
+from midepoch.reading.units import Units
+from support import sources
+
+
+class BeginsAgain:
+    """An iterator that gives its numbers anew when it is asked after its end, as some datasets do."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.given, self.asked = count, 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.asked += 1
+        if self.given == self.count:
+            self.given = 0
+            raise StopIteration
+        self.given += 1
+        return self.given
+
+
+class Numbers(IterableDataset[int]):
+    def __init__(self, count: int) -> None:
+        self.iterator = BeginsAgain(count)
+
+    def __iter__(self) -> Iterator[int]:
+        return self.iterator
+
+
+def test_an_ended_iterator_is_not_asked_again() -> None:
+    iterator = BeginsAgain(5)
+    units = Units(iterator)
+    assert list(units.take(3)) == [1, 2, 3] and list(units.take(3)) == [4, 5] and list(units.take(3)) == []
+    with pytest.raises(StopIteration):
+        units.next()
+    assert (iterator.asked, units.read) == (6, 5)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_epoch_of_one_that_begins_again_is_as_long_as_plain(drop_last: bool) -> None:
+    def make() -> DataLoader[int]:
+        return DataLoader(Numbers(5), batch_size=2, drop_last=drop_last)
+
+    loader = midepoch.wrap(make(), seed=0)
+    assert sources.taken(loader) == list(map(sources.plain, make()))
