@@ -36,7 +36,7 @@ import midepoch
 from midepoch import SourceError, StateMismatchError, UnsupportedSourceError, World
 from midepoch.adapters import ffcv as adapter
 from midepoch.adapters.ffcv import adapter as adapter_module
-from midepoch.adapters.ffcv import beton, epoch, kernels, private, streams
+from midepoch.adapters.ffcv import beton, epoch, kernels, private, random_streams
 from midepoch.order.keys import derive_keys
 from midepoch.testing import ResumableTests, check_resumable
 from support import ffcv_sources as sources
@@ -201,7 +201,7 @@ def test_a_stream_begins_with_words_of_its_own() -> None:
     # Pinned without numba: a change of these words changes every augmentation that anybody has resumed.
     @numba.njit
     def numbers(key: Any, count: int) -> Any:
-        streams.restart(key)
+        random_streams.restart(key)
         found = np.empty(count)
         for i in range(count):
             found[i] = np.random.random()
@@ -209,12 +209,12 @@ def test_a_stream_begins_with_words_of_its_own() -> None:
 
     for key in (0, 5, (1 << 64) - 1):
         words = derive_keys(key, np.arange(36)).view(np.uint32)
-        table = streams._table().reshape(-1, 8)
+        table = random_streams._table().reshape(-1, 8)
         state = np.concatenate([words[:64], (table + words[64:]).ravel()])
         expected = np.random.RandomState()
         expected.set_state(("MT19937", state, 0, 0, 0.0))
         assert (numbers(np.uint64(key), 2000) == expected.random_sample(2000)).all()
-    assert [int(word) for word in streams._table()[:3]] == [3156123708, 4045495669, 3823616104]
+    assert [int(word) for word in random_streams._table()[:3]] == [3156123708, 4045495669, 3823616104]
 
 
 def test_an_operation_of_a_users_own() -> None:
