@@ -132,9 +132,6 @@ def _how_to_declare(source: Any) -> str:
     return f'midepoch.wrap(loader, inside="{next(iter(paths))}")' if len(paths) == 1 else ""
 
 
-_OF_FABRIC = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")  # by name: the source may be of anything
-
-
 def _refuse_what_cannot_restart(source: Any) -> None:
     kind = type(source).__name__
     if isinstance(source, str | bytes | bytearray | memoryview | dict):
@@ -147,11 +144,6 @@ def _refuse_what_cannot_restart(source: Any) -> None:
         raise UnsupportedSourceError(
             f"a {kind} is an iterator, which cannot be restarted: its past items are gone; wrap the function that "
             "makes it, as in midepoch.wrap(make_batches) or midepoch.wrap(lambda: make_batches(path))"
-        )
-    if type(source).__module__ in _OF_FABRIC:
-        raise UnsupportedSourceError(
-            "this DataLoader has been through fabric.setup_dataloaders, which has divided it already: leave that out, "
-            "and wrap the DataLoader before, as in midepoch.wrap(DataLoader(...), then=fabric.to_device)"
         )
     held, name = directly_held(source), getattr(source, "__qualname__", None) or kind
     loaders = [each for each in (source, *held.values()) if issubclass(type(each), DataLoader)]

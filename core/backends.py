@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BACKENDS", "COUNTING_TRAINERS", "DRAWLESS_COLLATES", "SAMPLERS_LIKE_THEIR_PARENT", "Backend"]
+__all__ = [
+    "BACKENDS", "COUNTING_TRAINERS", "DRAWLESS_COLLATES", "PREPARED_BY", "SAMPLERS_LIKE_THEIR_PARENT", "Backend",
+]  # fmt: skip
 
 
 class Backend(NamedTuple):
@@ -62,6 +64,15 @@ COUNTING_TRAINERS = {
     "pytorch_lightning.utilities.combined_loader": "midepoch.trainers.lightning_alone:warn_unless_exact",
     "transformers.trainer": "midepoch.trainers.transformers_alone:warn_unless_exact",
 }
+
+# Modules of the loaders that a trainer returns for one that it was given: the call, and what moves a batch to a device.
+PREPARED_BY = {
+    "accelerate.data_loader": (
+        "accelerator.prepare", "lambda batch: accelerate.utils.send_to_device(batch, accelerator.device)",
+    ),
+    "lightning.fabric.wrappers": ("fabric.setup_dataloaders", "fabric.to_device"),
+    "lightning_fabric.wrappers": ("fabric.setup_dataloaders", "fabric.to_device"),
+}  # fmt: skip
 
 # Modules that register collate functions with torch's default_collate when they are imported. These draw nothing. With
 # any other, every loader of the process seeds all generators for each batch.

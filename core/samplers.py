@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import operator
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -109,14 +110,20 @@ class MaterializedOrder:
 
     def stated_length(self, seed: int, epoch: int) -> int:
         """The same, as the sampler's own len says while it has not been listed. Lists nothing if it has one."""
-        listed, sampler = self.known(seed, epoch), self._sampler
+        listed = self.known(seed, epoch)
         if listed is not None:
             return listed.units
-        if not self._pure:
-            sampler = _shallow_copy(sampler)  # its length may follow from the epoch
-            _set_epoch(sampler, epoch)
-        length = length_of(sampler)
+        length = self.own_length(epoch)
         return self.length(seed, epoch) if length is None else length
+
+    def own_length(self, epoch: int) -> int | None:
+        """Of an epoch, as the sampler's own len says it, listed or not; None if it has none."""
+        if self._pure:
+            return length_of(self._sampler)
+        with self._set_back():
+            sampler = _shallow_copy(self._sampler)  # its length may follow from the epoch
+            _set_epoch(sampler, epoch)
+            return length_of(sampler)
 
     def describe(self) -> str:
         """For the fingerprint. The content of the list is compared by its CRC.
@@ -370,8 +377,11 @@ def _set_epoch(sampler: Any, epoch: int) -> None:
 
 def _consumed_before(sampler: Any) -> int:
     """After how many samples a sampler was built to continue, as those of language-model trainers count them."""
-    found = (getattr(each, "consumed_samples", 0) for each in (sampler, getattr(sampler, "sampler", None)))
-    return next((number for number in found if isinstance(number, int) and number), 0)
+    for each in (sampler, getattr(sampler, "sampler", None)):
+        with contextlib.suppress(TypeError):  # a checkpoint's number may be numpy's or torch's
+            if number := operator.index(getattr(each, "consumed_samples", 0)):
+                return number
+    return 0
 
 
 def _shallow_copy(sampler: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from .attributes import directly_held
-from .backends import BACKENDS, Backend
+from .backends import BACKENDS, PREPARED_BY, Backend
 from .errors import UnsupportedSourceError
 from .loader.adapter import Adapter, Options
 from .loader.loader import Loader
@@ -149,6 +149,12 @@ def _adapter_for(source: Any, options: Options) -> Adapter:
     if is_iterator(source) or type(source) is Pass:
         cure = "iterate the wrapped loader itself" if type(source) is Pass else "wrap the DataLoader itself"
         raise UnsupportedSourceError(f"an iterator of a loader ({type(source).__name__}) gives one pass only: {cure}")
+    if (trainers := PREPARED_BY.get(type(source).__module__)) is not None:
+        call, device = trainers
+        raise UnsupportedSourceError(
+            f"this DataLoader has been through {call}, which has divided it already: leave that out, and wrap the "
+            f"DataLoader before, as in midepoch.wrap(DataLoader(...), then={device})"
+        )
     for each in (source, *directly_held(source).values()):
         if issubclass(type(each), DataLoader):
             end_early_workers(each)

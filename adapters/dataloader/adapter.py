@@ -6,6 +6,7 @@ process or in as many worker processes as the DataLoader specifies (midepoch.rea
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
@@ -117,6 +118,7 @@ class MapDataLoaderAdapter(Adapter):
         )
         if isinstance(self._order, MaterializedOrder):
             self._order.dataset, self._looks = self.source.dataset, ()
+            self.facts = replace(self.facts, stated_size=functools.partial(_stated_size, self._order, self._own))
         else:
             self._looks = appearance(self._parts.sampler)
 
@@ -330,6 +332,12 @@ class MapDataLoaderAdapter(Adapter):
     def close(self) -> None:
         """End persistent worker processes."""
         self._server.close()
+
+
+def _stated_size(order: MaterializedOrder, own: bool, epoch: int, world: World) -> int | None:
+    """Of an epoch, as the sampler says it. `own`: each rank has a list of its own."""
+    length = order.own_length(epoch)
+    return length if length is None or not own else length * world.world_size
 
 
 class IterableDataLoaderAdapter(IterableLoaderAdapter):

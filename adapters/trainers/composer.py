@@ -109,7 +109,8 @@ def _batches_left(loader: Loader, length: int | None, begun: int) -> int | None:
     if not loader.position:
         return 0  # the loader's epoch has ended, Composer's has not
     try:
-        begun = len(loader) - loader.batches_left
+        _ = loader.batches_left
+        begun = loader.batches_done
     except TypeError:  # only reading tells whether anything is left
         try:
             loader.peek()

@@ -186,7 +186,7 @@ class Snapshot:
         if stop:
             self._leave(ranks, f"saved {self.path} after step {self.steps}")
         next_save = NEVER if self._every is None else self.steps - self.steps % self._every + self._every
-        self._due = 0 if self._owes_a_save else min(next_save, agreement.next_step)
+        self._due = 0 if self._owes_a_save or self._unfollowed.is_due else min(next_save, agreement.next_step)
         if ranks.size == 1 and self._signals.received:  # a signal that arrived after the check above
             self._due = 0
 

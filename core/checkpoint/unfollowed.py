@@ -8,28 +8,42 @@ from typing import Any, NamedTuple
 from ..errors import warn
 from ..loader.body import Body
 from ..loader.loader import Loader
+from ..loader.reading import Reading
 
 __all__ = ["Unfollowed"]
 
 
 class _Seen(NamedTuple):
-    """A pass at a step: its session, the batches taken from it less those in flight, and the steps of the run."""
+    """A pass at a step.
 
-    reading: Any
+    Attributes:
+        reading: its session.
+        taken: batches taken from it, less those in flight.
+        rest: batches of a resumed pass that had come to its end before, without a step.
+        steps: of the run.
+    """
+
+    reading: Reading
     taken: int
+    rest: int
     steps: int
 
 
 class Unfollowed:
-    """Compares the first step of this process with a later one in the same pass.
+    """Compares the first step of this process with the next one, if that is in the same pass.
 
     Two steps tell how many batches the loop takes for one step. What the first step had taken beyond that is either
-    read ahead, so a snapshot counts it as trained on, or left out by a loop that skips what the loader has skipped.
+    read ahead, so a snapshot counts it as trained on, or left out by a loop that skips what the loader has skipped. If
+    it is less than that many, it may be what a loop takes that steps after some batches, and not after the first ones.
+
+    Attributes:
+        is_due: the next step is to be looked at.
     """
 
     def __init__(self) -> None:
         self._first: dict[str, _Seen] | None = None
         self._before: dict[str, tuple[Any, int]] = {}
+        self.is_due = False
 
     def begin(self, loaders: Mapping[str, Loader]) -> None:
         """The next step is the first one of a loop. What was taken before the loop is not its own."""
@@ -41,11 +55,12 @@ class Unfollowed:
         """Look after a step, and warn once. `in_flight`: as `Snapshot.step` has it in this body."""
         if self._first == {}:
             return
-        seen = {
-            name: _Seen(reading, reading.steps - (body.in_flight_of(name, in_flight) if body else in_flight), steps)
-            for name, loader in loaders.items()
-            if (reading := loader._progress.reading) is not None
-        }
+        seen: dict[str, _Seen] = {}
+        for name, loader in loaders.items():
+            if (reading := loader._progress.reading) is not None:
+                flying = body.in_flight_of(name, in_flight) if body else in_flight
+                seen[name] = _Seen(reading, reading.steps - flying, _rest_before(reading, loader), steps)
+        self.is_due = self._first is None and bool(seen)
         if self._first is None:
             self._first = seen
             return
@@ -56,10 +71,16 @@ class Unfollowed:
                 continue
             reading, before = self._before.get(name, (None, 0))
             each, rest = divmod(now.taken - then.taken, now.steps - then.steps)
-            ahead = then.taken - each - before * (reading is now.reading)
-            if each and not rest and ahead > 0:
+            ahead = then.rest + then.taken - each - before * (reading is now.reading)
+            if each and not rest and ahead >= each:
                 warn(
                     f"no step() followed {ahead} of the batches taken from {name}, and a resume would leave them out: "
                     f"if the loop reads ahead, pass in_flight={ahead}; if it skips what was done before a resume, do "
                     "not: the loader has skipped it"
                 )
+
+
+def _rest_before(reading: Reading, loader: Loader) -> int:
+    """How many batches a resumed pass has given before this one, if it has come to its end."""
+    passes = {each for each, _, _ in loader._progress.history if each is not reading and each.run.position}
+    return sum(each.steps for each in passes if each.share is not None and each.steps == each.share.steps)

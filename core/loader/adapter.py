@@ -52,6 +52,8 @@ class Facts:
             the "order" of its samples if that is drawn; the "tail", where batches that are not full lie; the "ranks"
             that get a sample; the "traces" that its package leaves in it. The law `transparent` compares all else.
             None: it cannot be read by itself.
+        stated_size: of an epoch in a world, as the source's own len() says it, which trainers count by; None, or if it
+            returns that: as many as there are.
     """
 
     unit: Literal["sample", "batch", "step"] = "sample"
@@ -65,6 +67,7 @@ class Facts:
     remembers: bool = True
     reads_any_span: bool = False
     departs: frozenset[str] | None = frozenset({"order"})
+    stated_size: Callable[[int, World], int | None] | None = None
 
 
 class Reach(enum.Enum):

@@ -7,6 +7,7 @@ import copy
 import pkgutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Self, TypeVar
 
@@ -203,12 +204,18 @@ class Loader(Generic[Batch]):
     def __len__(self) -> int:
         """Batches of one full epoch on this rank; of a source that divides itself, what its own ``__len__`` says.
 
+        A sampler's own ``__len__`` holds as in a plain loader, whatever it gives: the same before its first index and
+        in a run that resumes.
+
         Raises:
             TypeError: the source's length is not known.
         """
-        share = self._progress.share(self._context.world(), self.epoch, 0)
+        world = self._context.world()
+        share = self._progress.share(world, self.epoch, 0)
         if share is not None:
-            return share.steps
+            stated, skips = self._adapter.facts.stated_size, self.epoch in self._context.skips
+            size = None if stated is None or skips else stated(self.epoch, world)
+            return share.steps if size is None else replace(share, size=size).steps
         # As the source itself says. Nothing is built on it: the epoch ends where the source does.
         length = None if self._adapter.parts() else length_of(self._adapter.source)
         if length is None:

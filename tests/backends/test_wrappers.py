@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -391,6 +391,23 @@ def test_what_fabric_returns_is_to_be_wrapped_before() -> None:
 
     assert_exact_at_every_cut(make)
     assert make().capabilities.constant_time_resume
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_what_accelerate_returns_is_to_be_wrapped_before(stateful: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    config = accelerate.DataLoaderConfiguration(use_stateful_dataloader=stateful)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=config)
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"accelerator\.prepare, .* leave that out, .* then="):
+        midepoch.wrap(accelerator.prepare(loader()), seed=3)
+
+    def make() -> midepoch.Loader:
+        def to_device(batch: Any) -> Any:
+            return accelerate.utils.send_to_device(batch, accelerator.device)
+
+        return cast(midepoch.Loader, accelerator.prepare(midepoch.wrap(loader(), seed=3, then=to_device)))
+
+    assert_exact_at_every_cut(make)
 
 
 def function_of_an_iterator(batches: Any) -> Any:

@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 
 import midepoch
@@ -350,7 +352,7 @@ PRETRAINING: dict[str, Callable[..., wild.Pretraining]] = {
 }
 
 
-def pretraining(name: str, consumed: int = 0, **keywords: Any) -> DataLoader[Any]:
+def pretraining(name: str, consumed: Any = 0, **keywords: Any) -> DataLoader[Any]:
     sampler = PRETRAINING[name](SIZE, consumed, BATCH, **keywords)
     return DataLoader(sources.Noisy(SIZE), batch_sampler=sampler)
 
@@ -384,15 +386,16 @@ def test_those_of_language_models_that_begin_with_nothing_consumed_are_exact(nam
 @pytest.mark.parametrize("name", PRETRAINING)
 @pytest.mark.parametrize("cut", [2, None])  # None: at the boundary
 def test_one_that_was_built_to_continue_does_not_skip_what_a_state_skips(name: str, cut: int | None) -> None:
-    def make(consumed: int = 0) -> midepoch.Loader:
+    def make(consumed: Any = 0) -> midepoch.Loader:
         return midepoch.wrap(pretraining(name, consumed), seed=1)
 
     with make() as loader:
         batches = sources.taken(loader, cut)
         state, consumed = loader.state_dict(), BATCH * len(batches)
     told = rf"order differs: .*'listed, built with consumed_samples={consumed}'; make the loader as in the run that sav"
-    with make(consumed) as skips, pytest.raises(StateMismatchError, match=told):
-        skips.load_state_dict(state)
+    for number in (consumed, np.int64(consumed), torch.tensor(consumed)):
+        with make(number) as skips, pytest.raises(StateMismatchError, match=told):
+            skips.load_state_dict(state)
     make().load_state_dict(state)
     # Without a state it continues in its own way, and a run that began so resumes so.
     whole = sources.taken(make(8))
@@ -444,3 +447,31 @@ def test_the_order_reads_any_slice() -> None:
 
 
 GOLDEN = [[3, 0, 2, 1, 4], [0, 1, 4, 2, 3]]  # an order that changes would lose the positions of saved states
+
+
+class SaysLess(Sampler[list[int]]):
+    """Gives six batches. Its length is an estimate: three."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[2 * number, 2 * number + 1] for number in range(6)])
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_a_length_that_trainers_stop_at_is_the_same_after_a_resume() -> None:
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(DataLoader(sources.Indices(12), batch_sampler=SaysLess()), seed=1)
+
+    def lengths(loader: midepoch.Loader, batches: int) -> list[int]:
+        passed = iter(loader)
+        return [len(loader), *(len(loader) for _ in itertools.islice(passed, batches))]
+
+    loader = make()
+    assert lengths(loader, 2) == [3, 3, 3]
+    state = loader.state_dict()
+    assert (loader.batches_done, loader.batches_left) == (2, 4)
+    other = make()
+    other.load_state_dict(state)
+    assert lengths(other, 5) == [3] * 5, "four are left"
+    assert sources.taken(make()) == [[2 * number, 2 * number + 1] for number in range(6)]
