@@ -1,8 +1,8 @@
 """What combining loaders costs a batch, over reading its parts by themselves.
 
 Run ``python benchmarks/combine.py``. Batches are small lists that exist already, so that nothing but the loaders is
-timed. Alternated rounds in one run; reported are medians of the rounds' differences. Prints Markdown; docs/combine.md
-holds its output with the date.
+timed. Alternated rounds in one run; reported are medians of the rounds' differences. Prints Markdown;
+docs/benchmarks/index.md has its figures.
 """
 
 from __future__ import annotations

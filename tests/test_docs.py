@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from support.kill_examples import assert_went_on, kill_with_children
 from support.places import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUN_ELSEWHERE = ("tutorial.md", "start.md", "README.md")
+RUN_ELSEWHERE = ("start.md", "README.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TAB = re.compile(r'^=== "(.*)"\n((?:\n| {4}.*\n)+)', re.MULTILINE)
 
 # In one process, one after the other, since each start of torch costs seconds; with names of their own.
 RUN_ALL = """
@@ -43,8 +45,14 @@ for path in sys.argv[1:]:
 MODULES = ("torch.distributed.run", "torch._dynamo")  # the first optimizer imports the second, for a second and a half
 
 
+def shown(page: Path) -> list[tuple[str, str]]:
+    """The language and the code of each block, of tabs too."""
+    text = TAB.sub(lambda tab: textwrap.dedent(tab[2]), page.read_text(encoding="utf-8"))
+    return BLOCK.findall(text)
+
+
 def blocks(page: Path, language: str) -> list[str]:
-    return [code for kind, code in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
+    return [code for kind, code in shown(page) if kind == language]
 
 
 def python(arguments: list[Any], folder: Path, *modules: str) -> str:
@@ -99,17 +107,28 @@ def importable(name: str) -> bool:
         return False
 
 
+START = ROOT / "docs" / "start.md"
+
+
+def tabs() -> dict[str, str]:
+    """The name of each entry of the page for a start -> its text."""
+    return {name: textwrap.dedent(text) for name, text in TAB.findall(START.read_text(encoding="utf-8"))}
+
+
 def entries() -> dict[str, str]:
-    """Heading -> the block of each entry of the page for a start."""
-    text = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
-    found = re.findall(r"^### (.*?)\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
-    return {name: code[1] for name, text in found for code in BLOCK.findall(text)[:1]}
+    """The name of each entry -> its block."""
+    return {name: code for name, text in tabs().items() for _, code in BLOCK.findall(text)[:1]}
+
+
+def first_lines_and_program() -> tuple[str, str]:
+    _, imports, program = blocks(START, "python")[:3]
+    return imports, program
 
 
 @pytest.mark.parametrize("name", [name for name, code in entries().items() if "make" in code and code[0] != "#"])
 def test_an_entry_of_the_start_resumes_exactly(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the program that the page gives for all of them, which dies in mid-epoch and after an epoch's last batch."""
-    imports, program = blocks(ROOT / "docs" / "start.md", "python")[:2]
+    imports, program = first_lines_and_program()
     if "torchdata" in entries()[name]:
         skip_without(["torchdata"], "torchdata")
 
@@ -135,7 +154,7 @@ def test_an_entry_of_the_start_resumes_exactly(name: str, tmp_path: Path, monkey
         assert trained(f"{number}", number) + trained(f"{number}") == whole
 
 
-@pytest.mark.parametrize("name", ["howto.md", "what_else_draws.md"])
+@pytest.mark.parametrize("name", ["howto.md"])
 def test_the_evaluation_of_one_rank_has_all_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a world of two, where each block's own assertions fail once it does not say so."""
     (code,) = (code for code in blocks(ROOT / "docs" / name, "python") if "midepoch.World()" in code)
@@ -182,12 +201,11 @@ def test_an_entry_of_the_start_has_at_most_six_lines_and_can_be_pasted(name: str
 
 
 def test_the_start_says_where_the_names_of_adapters_come_from() -> None:
-    text = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
-    for section in text.split("\n### ")[1:]:
+    for entry, section in tabs().items():
         name = re.search(r"\b(feed|ExactResume|dali)[(.]", "".join(code for _, code in BLOCK.findall(section)))
         if name:
             module = r"`?(from )?midepoch\.(trainers\.\w+`|trainers\.\w+ import \w+|adapters import dali`)"
-            assert re.search(module, section), f"{section.splitlines()[0]} uses {name[1]}, and does not import it"
+            assert re.search(module, section), f"{entry} uses {name[1]}, and does not import it"
 
 
 def test_there_are_entries_for_sources_and_for_trainers() -> None:
@@ -219,7 +237,7 @@ def test_the_program_of_the_front_page_is_killed_and_goes_on(tmp_path: Path) -> 
 def test_the_first_programs_train_only_as_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So `midepoch check` can import them."""
     monkeypatch.chdir(tmp_path)
-    imports, program = blocks(ROOT / "docs" / "start.md", "python")[:2]
+    imports, program = first_lines_and_program()
     for code in (*blocks(ROOT / "README.md", "python"), f"{imports}\n{entries()['DataLoader']}\n{program}"):
         exec(code, {"__name__": "train", "print": lambda *_: pytest.fail("it trains")})
     assert not list(tmp_path.iterdir())
@@ -247,11 +265,29 @@ def test_the_front_pages_have_the_figures_of_the_page_on_costs() -> None:
     assert list(told.groups()) == [*shown, *(f"{table['2', draw][2]:.2f}" for draw in ("yes", "no"))]
 
 
-def test_the_front_pages_lead_to_every_entry_of_the_start() -> None:
-    for page in (ROOT / "docs" / "index.md", ROOT / "docs" / "start.md"):
-        anchors = set(re.findall(r"(?:start\.md|\()#([\w-]+)\)", page.read_text(encoding="utf-8")))
-        expected = {re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in entries()}
-        assert expected <= anchors, f"{page.name} does not lead to {sorted(expected - anchors)}"
+def slug(title: str) -> str:
+    """Of a heading or a tab, as the site and most viewers of Markdown make it."""
+    return re.sub(r"[^\w -]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title).lower()).replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r'^(?:#+ |=== ")(.*?)"?$', text, re.MULTILINE)
+    return {slug(title) for title in titles}
+
+
+def test_every_link_leads_somewhere() -> None:
+    """mkdocs only tells of pages that are not there."""
+    found = 0
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            if not target.startswith("http"):
+                name, _, anchor = target.partition("#")
+                path = page.parent / name if name else page
+                assert path.exists(), f"{page.name}: {target}"
+                assert not anchor or anchor in anchors(path), f"{page.name}: {target}"
+                found += 1
+    assert found > 100
 
 
 def test_the_readme_is_short() -> None:
@@ -271,7 +307,7 @@ def test_shell_blocks_name_what_exists(page: Path) -> None:
                 assert match[1] is None or match[1] in extras, line
             elif match := re.match(r"(?:(?:\.venv/bin/)?python|bash) ((?:benchmarks|scripts|examples)/\w+\.\w+)", line):
                 assert (ROOT / match[1]).exists(), line
-            elif page.name == "tutorial.md" and line in ("python train.py", "python train.py & PID=$!", "kill -9 $PID"):
+            elif page == START and line in ("python train.py", "python train.py & PID=$!", "kill -9 $PID"):
                 pass  # which test_the_tutorial does
             else:
                 assert re.match(r"(git|cd|\.venv/bin/|midepoch|torchrun) ?", line), f"nothing checks {line!r}"
@@ -285,11 +321,10 @@ def test_no_page_installs_by_a_name_that_was_not_published() -> None:
 
 def test_every_enumeration_and_bar_counts_on_where_it_was() -> None:
     """Of all that is shown, but what is shown as it was before (a line of a diff), and lists made once."""
-    blocks = [block for page in PAGES for block in BLOCK.findall(page.read_text(encoding="utf-8"))]
-    shown = [code for kind, code in blocks if kind in ("python", "diff")]
-    shown += [path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").rglob("*.py"))]
+    codes = [code for page in PAGES for kind, code in shown(page) if kind in ("python", "diff")]
+    codes += [path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").rglob("*.py"))]
     counting = re.compile(r"^(?!-).*\b(?:enumerate|tqdm)\((\w*(?:loader|labelled))\b(.*)", re.MULTILINE)
-    found = [match for code in shown for match in counting.finditer(code)]
+    found = [match for code in codes for match in counting.finditer(code)]
     assert len(found) > 8
     for match in found:
         assert "batches_done" in match[2], match[0]
@@ -297,7 +332,7 @@ def test_every_enumeration_and_bar_counts_on_where_it_was() -> None:
 
 def test_no_block_is_of_an_unknown_language() -> None:
     for page in PAGES:
-        for kind, code in BLOCK.findall(page.read_text(encoding="utf-8")):
+        for kind, code in shown(page):
             assert kind in ("python", "bash", "text", "toml", "mermaid", "diff"), f"{page.name}: {kind!r} {code[:60]!r}"
 
 
@@ -392,7 +427,7 @@ def test_torchrun_example_is_killed_and_goes_on_with_another_number_of_processes
 
 def test_the_tutorial(tmp_path: Path) -> None:
     """The job is killed, and asked to end, and goes on; each of its steps has the loss of an undisturbed run."""
-    (script,) = blocks(ROOT / "docs" / "tutorial.md", "python")
+    script = blocks(START, "python")[0]
     assert "time.sleep(0.5)" in script, "so that people have the time to kill it; nobody here needs it"
     losses: dict[str, dict[str, str]] = {}
     for name, number in (("undisturbed", None), ("killed", signal.SIGKILL), ("ended", signal.SIGTERM)):

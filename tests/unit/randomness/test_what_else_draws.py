@@ -1,4 +1,4 @@
-"""What docs/what_else_draws.md says: what moves the global generators, and what a Snapshot keeps of them."""
+"""What docs/howto.md says: what moves the global generators, and what a Snapshot keeps of them."""
 
 from __future__ import annotations
 
