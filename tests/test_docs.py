@@ -337,7 +337,7 @@ def test_no_block_is_of_an_unknown_language() -> None:
 
 
 def test_the_page_on_checks_explains_the_words_of_verdicts() -> None:
-    page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8").replace("`", "")
+    page = (ROOT / "docs" / "check.md").read_text(encoding="utf-8").replace("`", "")
     assert "\n".join(f"| {word} | {meaning} |" for word, meaning in MEANINGS.items()) in page
 
 

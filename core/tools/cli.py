@@ -109,7 +109,7 @@ def check(
     Name a loader of a small dataset, or a function that builds one anew at each call; wrapped by midepoch or not. It is
     examined as it is resumed today, and with midepoch, side by side. What is found comes first: one cause, where it
     showed first, and what to write instead. Ranks, workers and batch sizes are derived from a DataLoader. A function
-    may take rank and world_size, num_workers, batch_size, seed, size, and others listed in docs/testing.md.
+    may take rank and world_size, num_workers, batch_size, seed, size, and others listed in docs/check.md.
 
     Exit status: 0 if it continues exactly, and all laws that were reached and apply hold; 1 if not, or if an
     uninterrupted epoch fails; 2 if the loader could not be examined. CI wants --seconds 0, so that all are reached.
