@@ -440,7 +440,7 @@ BACKENDS: dict[str, Row] = {
     ),
     "ignite Engine": tested("tests/trainers/test_trainers.py::test_ignite", "pytorch-ignite"),
     "torchdata, states of an older version of it": tested(
-        "tests/backends/test_own_states.py::test_states_of_an_older_torchdata_are_refused_by_its_own_error_or_told",
+        "tests/backends/test_own_states.py::test_states_of_an_older_torchdata_are_refused_or_told",
         "torchdata",
     ),
     "megatron-energon, its laws": tested("tests/backends/test_energon.py", "energon"),
