@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import itertools
 import multiprocessing
 import multiprocessing.context
-import queue
 import random
-import subprocess
-import sys
-import threading
 import time
 import warnings
 from collections import Counter
@@ -51,7 +46,6 @@ from midepoch import (
 from midepoch.loader.loader import Loader
 from midepoch.state.parts import seal_detail
 from support import sources
-from support.places import TESTS
 
 SIZE = 22
 
@@ -152,18 +146,6 @@ def test_every_setting_resumes_exactly(name: str) -> None:
     assert missing(loader) == []
 
 
-@loaders
-def test_the_batches_are_those_that_the_loader_describes(name: str) -> None:
-    """Same samples and batch sizes as the plain loader's, whatever the order."""
-    plain = [sources.plain(batch) for batch in LOADERS[name]()]
-    with wrapped(name) as loader:
-        ours = sources.taken(loader)
-    shape = functools.partial(map, lambda batch: len(batch) if isinstance(batch, list) else batch)
-    assert list(shape(ours)) == list(shape(plain))
-    if name not in ("weighted", "with replacement", "fewer samples", "drop_last", "torch's batch sampler"):
-        assert Counter(indices(ours)) == Counter(indices(plain))
-
-
 def indices(batches: list[Any]) -> list[Any]:
     """The samples' indices, from whatever batches hold them."""
     if not isinstance(batches, list):
@@ -173,33 +155,6 @@ def indices(batches: list[Any]) -> list[Any]:
     if len(batches) == 3 and isinstance(batches[1], float) and isinstance(batches[0], list):
         return indices(batches[0])
     return [index for each in batches for index in indices(each)]
-
-
-@loaders
-def test_the_user_s_loader_is_left_as_it_was(name: str) -> None:
-    source = LOADERS[name]()
-    attributes = dict(vars(source))
-    dataset, sampler = vars_of(source.dataset), vars_of(source.sampler)
-    torch.manual_seed(1)
-    expected = [sources.plain(batch) for batch in LOADERS[name]()]
-    torch.manual_seed(1)
-    with midepoch.wrap(source, seed=5) as loader:
-        assert loader.source is source
-        sources.taken(loader, 2)
-        loader.load_state_dict(loader.state_dict())
-        sources.taken(loader)
-    assert dict(vars(source)) == attributes
-    assert vars_of(source.dataset) == dataset
-    assert vars_of(source.sampler) == sampler
-    # ... and gives what it would have given
-    again = [sources.plain(batch) for batch in source]
-    assert [len(batch) if isinstance(batch, list) else 1 for batch in again] == [
-        len(batch) if isinstance(batch, list) else 1 for batch in expected
-    ]
-
-
-def vars_of(thing: Any) -> dict[str, Any]:
-    return {name: value for name, value in getattr(thing, "__dict__", {}).items() if name not in ("tensors", "weights")}
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
@@ -286,17 +241,6 @@ def test_persistent_workers_persist_and_end() -> None:
         assert first == second
         assert len(first) == 2
     for pid in first:
-        assert not Path(f"/proc/{pid}/stat").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text()
-
-
-def test_workers_end_with_their_pass() -> None:
-    source = DataLoader(WorkerPids(8), batch_size=2, num_workers=2)
-    loader = midepoch.wrap(source, seed=5)
-    batches = iter(loader)
-    pids = set(next(batches).tolist()) | set(next(batches).tolist())
-    assert len(pids) == 2
-    loader.close()
-    for pid in pids:
         assert not Path(f"/proc/{pid}/stat").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text()
 
 
@@ -436,20 +380,6 @@ def test_the_class_of_the_design_unchanged() -> None:
     assert vars(dataset) == attributes
 
 
-def test_any_number_of_workers_share_a_driven_epoch_alike() -> None:
-    def make(workers: int, rank: int = 0, world_size: int = 1) -> Loader:
-        source = DataLoader(sources.Exposing(SIZE), batch_size=4, num_workers=workers)
-        return midepoch.wrap(source, seed=5, world=World(rank, world_size))
-
-    whole = sources.taken(make(0))
-    for before, after in ((0, 2), (2, 0), (3, 1)):
-        state = sources.heads(functools.partial(make, before), 2)[1]
-        assert sources.resumed(functools.partial(make, after), state) == whole[2:]
-    ranks = [sources.taken(make(rank, rank, 2)) for rank in range(2)]
-    together = [sample for step in zip(*ranks, strict=True) for batch in step for sample in batch]
-    assert together == sources.flat(whole)
-
-
 def test_a_subclass_resumes_by_itself() -> None:
     def make() -> sources.Inheriting:
         torch.manual_seed(4)
@@ -504,28 +434,6 @@ def test_several_samplers() -> None:
         assert sources.resumed(make, sources.heads(make, 4)[1]) == whole[4:]
 
 
-def test_batches_in_flight_of_an_epoch_whose_draws_varied() -> None:
-    """They are known within the epoch and from the next one on; more than were taken are refused."""
-    order = [int(index) for index in sources.taken(midepoch.wrap(ResumableSampler(20, seed=5)))]
-    out = [order[8], order[12]]  # positions 8 and 12 only
-
-    def make() -> Loader:
-        return midepoch.wrap(sources.Rejecting(20, out), seed=5)
-
-    whole = sources.taken(make())
-    loader = make()
-    batches = iter(loader)
-    for _ in range(15):
-        next(batches)
-    assert sources.quiet_resume(make, loader.state_dict(in_flight=2)) == whole[13:]
-    list(batches)
-    next(iter(loader))
-    for in_flight in range(2, 9):
-        assert sources.quiet_resume(make, loader.state_dict(in_flight)) == whole[len(whole) + 1 - in_flight :]
-    with pytest.raises(StateError, match="in_flight"):
-        loader.state_dict(in_flight=len(whole) + 2)
-
-
 def test_driven_without_streams_still_jumps() -> None:
     """The order resumes; the augmentations are the caller's, whose generators only reading moves."""
 
@@ -545,7 +453,7 @@ def test_driven_without_streams_still_jumps() -> None:
     assert [sample[0] for sample in sources.resumed(make, state)] == whole[7:]
 
 
-def test_a_dataset_that_shares_its_sampler_among_workers_is_named() -> None:
+def test_a_dataset_that_shares_its_sampler_is_named() -> None:
     with midepoch.wrap(DataLoader(sources.SharingItsSampler(20), num_workers=2), seed=5) as loader:  # noqa: SIM117
         with pytest.raises(SourceError, match=r"SharingItsSampler drew .*shard=False"):
             sources.taken(loader)
@@ -645,31 +553,6 @@ def test_a_sampler_is_told_the_epoch(in_batches: bool) -> None:
     assert sampler.epoch == 1, "as a training loop leaves it"
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("ends", [False, True])
-def test_a_loader_is_freed_with_the_function_that_loops_over_its_epochs(ends: bool, persistent: bool) -> None:
-    """At once, not by the garbage collector: a worker that is forked meanwhile would inherit its workers."""
-
-    def train() -> list[Any]:
-        source = DataLoader(sources.Indices(8), 2, num_workers=1, persistent_workers=persistent)
-        loader = midepoch.wrap(source, seed=0)
-        for epoch in loader.epochs(2):
-            for batch in loader:
-                if not ends and epoch and int(batch[0]):
-                    return list(set(multiprocessing.active_children()) - others)
-        return list(set(multiprocessing.active_children()) - others)
-
-    gc.collect()
-    others = set(multiprocessing.active_children())
-    gc.disable()
-    try:
-        for worker in train():
-            worker.join(60)
-            assert not worker.is_alive()
-    finally:
-        gc.enable()
-
-
 def test_a_dataset_may_grow_between_epochs() -> None:
     dataset = sources.Indices(6)
     loader = midepoch.wrap(DataLoader(dataset, batch_size=2), seed=5)
@@ -683,7 +566,7 @@ def test_a_dataset_may_grow_between_epochs() -> None:
 
 
 @pytest.mark.parametrize("cyclic", [False, True])
-def test_a_loader_that_is_dropped_in_mid_epoch_ends_its_workers_at_once(
+def test_a_dropped_loader_ends_its_workers_at_once(
     cyclic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources.be_patient(monkeypatch)
@@ -728,7 +611,7 @@ class ByAttribute(Sampler[int]):
 
 
 @pytest.mark.parametrize("load", [False, True])
-def test_what_the_loop_changes_between_epochs_counts_though_a_state_was_asked_for(load: bool) -> None:
+def test_what_the_loop_changes_between_epochs_counts(load: bool) -> None:
     def epochs(asking: bool) -> list[Any]:
         sampler, found = ByAttribute(), []
         loader = midepoch.wrap(DataLoader(range(12), 4, sampler=sampler), seed=0)  # type: ignore[arg-type]
@@ -747,7 +630,7 @@ def test_what_the_loop_changes_between_epochs_counts_though_a_state_was_asked_fo
 
 
 @pytest.mark.parametrize("make", [ByAttribute, lambda salt=0: WeightedRandomSampler([1.0, 2.0, 3.0 + salt], 12)])
-def test_a_sampler_that_differs_in_this_process_is_told_at_an_epoch_s_beginning(make: Callable[..., Any]) -> None:
+def test_a_sampler_that_differs_is_told_at_the_beginning(make: Callable[..., Any]) -> None:
     def loader(salt: int = 0) -> Loader:
         return midepoch.wrap(DataLoader(range(12), 4, sampler=make(salt)), seed=0)  # type: ignore[arg-type]
 
@@ -787,7 +670,7 @@ class Around:
     ("kind", "method"),
     [("indexed", "fork"), ("stream", "fork"), ("stateful", "fork"), ("around", "fork"), ("stateful", "spawn")],
 )
-def test_workers_that_were_kept_before_the_loader_was_wrapped_are_ended(kind: str, method: str) -> None:
+def test_workers_kept_before_the_wrap_are_ended(kind: str, method: str) -> None:
     def passes(early: bool) -> list[Any]:
         data: Any = sources.Noisy(12) if kind in ("indexed", "around") else Drawing()
         settings: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": method}
@@ -804,57 +687,6 @@ def test_workers_that_were_kept_before_the_loader_was_wrapped_are_ended(kind: st
             return [sources.taken(loader) for _ in range(2)]
 
     assert passes(True) == passes(False)
-
-
-class _Thread(threading.Thread):
-    pid = 0
-
-    def run(self) -> None:
-        with contextlib.suppress(Exception):
-            super().run()
-
-    def terminate(self) -> None:
-        pass
-
-
-class _Threads(multiprocessing.context.BaseContext):
-    _name = "threads"
-
-    def Process(self, *arguments: Any, **keywords: Any) -> _Thread:  # noqa: N802  # multiprocessing's name
-        return _Thread(*arguments, **keywords)
-
-    def Event(self) -> Any:  # noqa: N802
-        return threading.Event()
-
-    def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802
-        made: Any = queue.Queue(maxsize)
-        made.cancel_join_thread = made.close = made.join_thread = lambda: None
-        return made
-
-
-def test_workers_that_are_threads_are_refused_and_end_no_job() -> None:
-    """In a process of its own: torch's worker leaves its mark in the process that it runs in."""
-    program = (
-        "import sys; sys.path.append(sys.argv[1])\n"
-        "import midepoch, test_dataloader as here\n"
-        "from torch.utils.data import DataLoader\n"
-        "for kept in (False, True):\n"
-        "    loader = DataLoader(range(12), 4, num_workers=2, multiprocessing_context=here._Threads(),\n"
-        "                        persistent_workers=kept)\n"
-        "    assert len(list(loader)) == 3\n"
-        "    wrapped = midepoch.wrap(loader, seed=0)\n"
-        "    for _ in range(2):\n"
-        "        try:\n"
-        "            list(wrapped)\n"
-        "        except midepoch.UnsupportedSourceError as error:\n"
-        "            print(str(error).strip().splitlines()[-1])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(TESTS)],
-        cwd=TESTS / "backends", capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.stdout.count("are threads") == done.stdout.count("multiprocessing_context out") == 4, done.stderr
-    assert done.returncode == 0
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -880,16 +712,3 @@ def test_a_state_dict_of_torchs_own_dataloader_is_not_used(
     assert calls == []
 
 
-class Nested(torch.utils.data.Dataset[Any]):
-    """Whole batches are nested tensors, which cannot be copied."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.nested.nested_tensor([torch.ones(index % 3 + 1), torch.full((2,), float(index))])
-
-
-def test_a_batch_that_cannot_be_copied_is_given() -> None:
-    loader = midepoch.wrap(DataLoader(Nested(), batch_size=None), seed=0)
-    assert [int(each[1][0]) for each in loader] == list(range(8))

@@ -9,8 +9,6 @@ import inspect
 import json
 import os
 import pkgutil
-import subprocess
-import sys
 import threading
 import time
 import types
@@ -22,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.places import ROOT, TESTS
+from support.places import ROOT
 
 pytest.importorskip("ffcv", reason="FFCV is not installed (it needs system packages, see docs/sources.md#ffcv)")
 
@@ -38,12 +36,11 @@ from midepoch.adapters import ffcv as adapter
 from midepoch.adapters.ffcv import adapter as adapter_module
 from midepoch.adapters.ffcv import beton, epoch, kernels, private, random_streams
 from midepoch.order.keys import derive_keys
-from midepoch.testing import ResumableTests, check_resumable
+from midepoch.testing import ResumableTests
 from support import ffcv_sources as sources
 from support import forking
 
 ALL = bool(os.environ.get("MIDEPOCH_CHAOS"))  # every combination, every thread layer: a quarter of an hour
-whole_matrix = pytest.mark.skipif(not ALL, reason="part of the whole matrix: set MIDEPOCH_CHAOS=1")
 
 Batches = list[tuple[torch.Tensor, ...]]
 
@@ -97,7 +94,7 @@ class Laws(ResumableTests):
 
 
 # FFCV's readme, or what each of the processes compiles in a tenth of the time: the readme's crop is in
-# test_every_random_operation_repeats_itself and test_two_ranks_then_three_then_one_give_the_pixels_of_one_process.
+# test_every_random_operation_repeats_itself and test_two_ranks_then_three_then_one_give_equal_pixels.
 load = sources.load if ALL else functools.partial(sources.load, pipelines="light", kind="raw")
 
 
@@ -123,21 +120,6 @@ class TestMixed(Laws):
 
     make_loader = staticmethod(functools.partial(sources.load, pipelines="mixed", kind="raw"))
     elastic_content, quick = False, True
-
-
-@whole_matrix
-@pytest.mark.parametrize("workers", [(1, 2), (1, 4)], ids=str)
-@pytest.mark.parametrize("os_cache", [True, False])
-@pytest.mark.parametrize("order", sources.ORDERS)
-def test_laws_of_every_combination(order: str, os_cache: bool, workers: tuple[int, ...]) -> None:
-    report = check_resumable(
-        functools.partial(sources.load, order=order, os_cache=os_cache),
-        identify=sources.identify,
-        shuffled=order != "sequential",
-        num_workers=workers,
-        timeout=300,
-    )
-    assert report.holds, str(report)
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -254,7 +236,7 @@ def test_a_torch_module_draws_under_the_batchs_stream() -> None:
     assert "ModuleWrapper" in reason and "same split" in reason
 
 
-def test_what_an_earlier_batch_left_in_a_buffer_is_not_handed_out() -> None:
+def test_what_an_earlier_batch_left_is_not_handed_out() -> None:
     from ffcv.fields.bytes import BytesDecoder
 
     pipelines = {"text": [BytesDecoder(), ToTensor()], "label": [IntDecoder(), ToTensor()]}
@@ -262,34 +244,6 @@ def test_what_an_earlier_batch_left_in_a_buffer_is_not_handed_out() -> None:
         for row, number in zip(text, label.flatten().tolist(), strict=True):
             length = 1 + (7 * number) % 23
             assert row.tolist() == [number + 1] * length + [0] * (len(row) - length)
-
-
-@pytest.mark.long  # other tests run numba's threads, in the layer that the machine has
-@pytest.mark.parametrize("layer", ["omp", "workqueue", "tbb"])
-def test_any_layer_of_threads_gives_the_same_pixels(layer: str) -> None:
-    # In-process, numba has its own choice of layer, which the machine decides.
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from support import ffcv_sources as sources\n"
-        "import numba\n"
-        "from midepoch.testing import digest\n"
-        "print([digest(batch) for batch in sources.load(num_workers=2)])\n"
-        "print(numba.threading_layer())\n"
-    )
-    environment = {**os.environ, "NUMBA_THREADING_LAYER": layer, "MIDEPOCH_FFCV_FILES": str(sources.folder())}
-    sources.file("jpeg")
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(TESTS)],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    if "No threading layer could be loaded" in done.stderr:
-        pytest.skip(f"numba has no {layer} here")
-    assert done.returncode == 0, done.stderr[-2000:]
-    digests, used = done.stdout.splitlines()[-2:]
-    from midepoch.testing import digest
-
-    assert digests == str([digest(batch) for batch in sources.load(num_workers=1)])
-    assert used == layer
 
 
 # --- compiling --------------------------------------------------------------------------------------------------------
@@ -398,7 +352,7 @@ def test_quasi_random_reads_few_pages_at_a_time(monkeypatch: pytest.MonkeyPatch)
     assert sorted(both[0] + both[1]) == list(range(40))
 
 
-def test_two_ranks_then_three_then_one_give_the_pixels_of_one_process() -> None:
+def test_two_ranks_then_three_then_one_give_equal_pixels() -> None:
     alone: dict[int, torch.Tensor] = {}
     for image, label in read(sources.load(batch_size=2)):
         alone.update({int(n): pixels for n, pixels in zip(label.flatten(), image, strict=True)})
@@ -422,7 +376,7 @@ def test_two_ranks_then_three_then_one_give_the_pixels_of_one_process() -> None:
     assert seen == dict.fromkeys(range(sources.SIZE), 1)
 
 
-def test_a_seed_that_may_be_another_on_each_rank_has_to_be_stated() -> None:
+def test_a_seed_that_ranks_may_not_share_has_to_be_stated() -> None:
     bare = sources.make()
     alone = midepoch.wrap(bare, world=World())
     assert alone.state_dict()["seed"] == bare.seed
@@ -433,7 +387,7 @@ def test_a_seed_that_may_be_another_on_each_rank_has_to_be_stated() -> None:
     assert len(read(loader)) == 3
 
 
-def test_a_loader_that_ffcv_would_distribute_is_sharded_by_midepoch() -> None:
+def test_what_ffcv_would_distribute_is_sharded_by_midepoch() -> None:
     bare = sources.make()
     bare.distributed = True  # as FFCV sets it, which would first ask for a process group
     parts = [read(midepoch.wrap(bare, world=World(rank, 2))) for rank in range(2)]
@@ -476,17 +430,7 @@ def test_break_leaves_no_thread() -> None:
     assert wait_until(lambda: set(threading.enumerate()) <= before)
 
 
-def test_a_slow_consumer_bounds_what_is_read_ahead() -> None:
-    loader = midepoch.wrap(sources.make(batches_ahead=1, batch_size=1), seed=1)
-    read(loader, 1)
-    session: Any = loader._progress.reading.session  # type: ignore[union-attr]
-    assert wait_until(lambda: session._production._queue.qsize() == 2)
-    time.sleep(0.1)
-    assert session._production._queue.qsize() == 2
-    loader.close()
-
-
-def test_a_batch_is_valid_until_the_next_one_and_copies_are_valid_for_ever() -> None:
+def test_a_batch_is_valid_until_the_next_one_copies_stay() -> None:
     options: dict[str, Any] = {"batches_ahead": 1, "batch_size": 2, "order": OrderOption.SEQUENTIAL}
     expected = read(midepoch.wrap(sources.make(**options)))
     bare = sources.make(**options)
@@ -606,22 +550,6 @@ def test_a_file_that_is_not_whole_is_told_from_one_that_is(copied: Callable[[str
         adapter.check_file(path)
 
 
-def test_numbers_that_no_file_has_are_looked_at_before_ffcv_does(copied: Callable[[str], Path]) -> None:
-    path = copied("raw")
-    whole = path.read_bytes()
-    header = np.frombuffer(whole, private.parts().HeaderType, 1).copy()
-    table = int(header["alloc_table_ptr"][0])
-    header["num_samples"] = 1 << 53  # FFCV asks for memory for all of them
-    path.write_bytes(header.tobytes() + whole[header.nbytes :])
-    with pytest.raises(SourceError, match=f"says {1 << 53} samples"):
-        adapter.check_file(path)
-    entries = np.frombuffer(whole[table:], private.parts().ALLOC_TABLE_TYPE).copy()
-    entries["size"][3] = (1 << 64) - 1  # the end of its data is beyond what 64 bits hold
-    path.write_bytes(whole[:table] + entries.tobytes())
-    with pytest.raises(SourceError, match="ends at byte 1844"):
-        adapter.check_file(path)
-
-
 @pytest.mark.parametrize("kind", ["raw", "text", "arrays"])
 def test_tables_that_do_not_fit_each_other_are_damage(copied: Callable[[str], Path], kind: str) -> None:
     """FFCV would write beyond a batch, read another sample's page, or leave in a sample what memory held."""
@@ -691,7 +619,7 @@ def test_a_file_that_goes_in_the_middle_of_an_epoch_is_noticed(
     assert 0 < loader.position < sources.SIZE
 
 
-def test_a_file_that_differs_where_the_fingerprint_does_not_look_is_told(
+def test_a_file_that_differs_beyond_its_fingerprint_is_told(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     """The state's witness has the first sample's bytes. A copy written at another time has the same."""
@@ -819,15 +747,6 @@ def test_an_operation_that_returns_something_else_is_named() -> None:
     adapter.declare(Fresh, "sample")
     with pytest.raises(SourceError, match="Fresh returned neither its input nor its memory"):
         read(midepoch.wrap(sources.make(images_with(Fresh()))))
-
-
-def test_a_loader_without_a_part_that_is_needed_is_refused() -> None:
-    bare = sources.make()
-    saved = bare.graph
-    del bare.graph
-    with pytest.raises(UnsupportedSourceError, match=r"FFCV 1\.0\.2 has no Loader\.graph\.adjacency_list"):
-        midepoch.wrap(bare)
-    bare.graph = saved
 
 
 def test_an_order_of_a_users_own_is_refused() -> None:

@@ -37,7 +37,7 @@ from streaming.base.format.mds.reader import MDSReader
 from streaming.base.partition import get_partitions
 from streaming.base.util import retry
 from streaming.base.world import World
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch import (
@@ -314,16 +314,6 @@ def test_samples_are_dealt_one_by_one_to_nodes_then_to_ranks(
     assert len(found) - (len(sequence) - behind) < nodes * ranks_per_node  # no more than to fill up a turn
 
 
-@pytest.mark.long  # each of them imports torch and Streaming
-def test_workers_that_are_spawned_draw_the_same() -> None:
-    with make(**DRAWS["both"]) as loader:
-        whole = drawn(loader)
-    loading = {"collate_fn": sources.mix, "multiprocessing_context": "spawn"}
-    with make(kind=sources.Drawing, num_workers=1, loading=loading) as loader:
-        loader.seek(position=sources.BATCH)
-        assert drawn(loader) == whole[1:]
-
-
 def test_workers_that_persist_know_of_the_next_epoch() -> None:
     with make(kind=sources.Drawing) as loader:
         epochs = [drawn(loader) for _ in range(3)]
@@ -358,7 +348,7 @@ def test_a_place_that_the_nodes_do_not_divide_is_refused() -> None:
 
 
 @pytest.mark.parametrize("method", ["stratified", "per_stream", "device_per_stream"])
-def test_a_place_within_a_batch_is_refused_where_batches_are_made_whole(method: str) -> None:
+def test_a_place_within_a_batch_that_is_made_whole_is_refused(method: str) -> None:
     with wrap(sources.bare(batching_method=method), seed=sources.SEED) as loader:
         with pytest.raises(StateMismatchError, match=r"would repeat 1 of them.*multiple of the 3 samples"):
             loader.seek(position=4)
@@ -387,7 +377,7 @@ def test_among_samples_that_only_fill_up_it_goes_on_too(num_workers: int) -> Non
     ]
 
 
-def test_a_place_among_samples_that_only_fill_up_is_refused_where_the_epoch_has_no_whole_step_before() -> None:
+def test_a_place_among_what_fills_up_needs_a_step_before() -> None:
     with wrap(sources.bare(size=14, num_canonical_nodes=12, batch_size=20), seed=sources.SEED) as loader:
         with pytest.raises(StateMismatchError, match=r"from 14 on only fill.*seek\(epoch=1\)"):
             loader.seek(position=15)
@@ -499,7 +489,7 @@ class TryingAgain(StreamingDataset):  # type: ignore[misc]
     [(0, {}), (2, {}), pytest.param(1, {"multiprocessing_context": "spawn"}, marks=pytest.mark.long)],
     ids=["here", "forked", "spawned"],
 )
-def test_a_download_that_is_tried_again_draws_nothing_of_a_samples(workers: int, loading: dict[str, Any]) -> None:
+def test_a_download_tried_again_draws_nothing_of_a_sample(workers: int, loading: dict[str, Any]) -> None:
     with wrap(sources.bare(8, 4, num_workers=workers, kind=TryingAgain, loading=loading)) as loader:
         assert all(all(batch["untouched"]) for batch in loader)
 
@@ -528,17 +518,6 @@ def test_a_dataset_is_read_for_one_loader_at_a_time(num_workers: int) -> None:
             next(one)
 
 
-def test_a_pass_by_hand_leaves_persistent_workers_alone() -> None:
-    source = sources.bare()
-    loader = wrap(StreamingDataLoader(source.dataset, batch_size=sources.BATCH, num_workers=1, persistent_workers=True))
-    whole, iterator = taken(make()), iter(loader)
-    done = sources.numbers([next(iterator)])
-    next(iter(loader.source))
-    assert done + sources.numbers(list(iterator)) == whole
-    loader.seek(epoch=0, position=sources.BATCH)
-    assert taken(loader) == whole[1:]
-
-
 @pytest.mark.parametrize(
     ("method", "num_workers"),
     [
@@ -546,7 +525,7 @@ def test_a_pass_by_hand_leaves_persistent_workers_alone() -> None:
         *(pytest.param(*each, marks=pytest.mark.long) for each in (("random", 2), ("per_stream", 0))),
     ],
 )
-def test_a_pass_that_streaming_ends_without_a_word_is_no_end_of_an_epoch(method: str, num_workers: int) -> None:
+def test_a_pass_that_streaming_ends_silently_ends_no_epoch(method: str, num_workers: int) -> None:
     """As it does where a thread that reads ahead fails; some methods leave nobody to know how many batches remain."""
     source = sources.bare(batching_method=method, num_workers=num_workers)
     loader, whole = wrap(source), taken(make(batching_method=method))
@@ -594,60 +573,6 @@ def test_a_thread_of_streamings_that_failed_is_not_waited_for(then: str) -> None
             pass
 
 
-class Faulty(StreamingDataset):  # type: ignore[misc]
-    """The thread that reads ahead fails once a worker has read as many samples as stand in a file."""
-
-    def __init__(self, marker: str, **keywords: Any) -> None:
-        super().__init__(**keywords)
-        self.marker, self.read, self.prepared = Path(marker), set[int](), 0
-
-    def __getitem__(self, at: Any) -> Any:
-        sample = super().__getitem__(at)
-        if get_worker_info() is not None:
-            self.read.add(int(at))
-        return sample
-
-    def prepare_shard(self, shard: int, blocking: bool = True) -> None:
-        if self.marker.exists():
-            while len(self.read) < int(self.marker.read_text()):
-                time.sleep(0.001)
-            raise OSError("a connection that ended")
-        super().prepare_shard(shard, blocking)
-        self.prepared += 1
-        if self.prepared == 8:
-            self.marker.with_suffix(".ahead").touch()
-
-    def on_exception(self, future: Any) -> None:
-        super().on_exception(future)  # from here on other threads know of it
-        self.marker.with_suffix(".seen").touch()
-
-
-def test_a_thread_that_failed_in_a_persistent_worker_is_not_waited_for(tmp_path: Path) -> None:
-    """Its pass was left before the worker could say so; and the worker is replaced after the error."""
-    marker = tmp_path / "fails"
-    loading = {"persistent_workers": True, "prefetch_factor": 1}
-    source = sources.bare(
-        size=200, batch_size=2, num_workers=1, kind=Faulty, predownload=20, loading=loading, marker=str(marker)
-    )
-    with wrap(source) as loader:
-        iterator = iter(loader)
-        next(iterator)
-        while not marker.with_suffix(".ahead").exists():  # or the worker would wait for its thread, and that for it
-            time.sleep(0.01)
-        # The second batch is read by now, or will be. Whoever asks for it has the worker make a third, of samples 5 and
-        # 6, and only then its thread fails, with nobody there to hear of it.
-        marker.with_suffix(".draft").write_text("6")
-        marker.with_suffix(".draft").replace(marker)
-        next(iterator)
-        while not marker.with_suffix(".seen").exists():
-            time.sleep(0.01)
-        marker.unlink()
-        with pytest.raises(SourceError, match=r"one of Streaming's prefetching threads has failed"):
-            list(loader)
-        assert len(list(loader)) in (100, 200 // 2 - loader.position // 2)
-        assert len(list(loader)) == 100
-
-
 def die_once(marker: str, worker: int) -> None:
     if worker == 1 and Path(marker).exists():
         Path(marker).unlink()
@@ -655,7 +580,7 @@ def die_once(marker: str, worker: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_worker_that_dies_while_a_pass_begins_does_not_stop_the_next_one(tmp_path: Path) -> None:
+def test_a_worker_that_dies_as_a_pass_begins_stops_no_other(tmp_path: Path) -> None:
     """Streaming's workers wait for each other then, by counts in shared memory."""
     marker = tmp_path / "dies"
     marker.touch()
@@ -776,7 +701,7 @@ def ranks(
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def test_on_another_number_of_ranks_each_step_has_the_same_samples(tmp_path: Path) -> None:
+def test_each_step_has_the_same_samples_on_other_ranks(tmp_path: Path) -> None:
     """1 x 12, 2 x 6 and 3 x 4 are the same steps; the ranks share each."""
     alone = ranks(tmp_path / "alone", 1, 48, 12)[0]
     whole, drawn = alone["batches"], dict(zip(flat(alone["batches"]), flat(alone["draws"]), strict=True))
@@ -793,7 +718,7 @@ def test_on_another_number_of_ranks_each_step_has_the_same_samples(tmp_path: Pat
         assert [len(rank["batches"]) for rank in rest] == [rank["left"] for rank in rest] == [2] * new
 
 
-def test_samples_that_do_not_divide_are_repeated_as_streaming_does(tmp_path: Path) -> None:
+def test_samples_are_repeated_as_streaming_does(tmp_path: Path) -> None:
     """On another number of ranks, too, where a step has another number of samples."""
     head = ranks(tmp_path / "two", 2, 21, 4, steps=1)
     rest = ranks(tmp_path / "again", 2, 21, 4, state=head[0]["state"])
@@ -950,45 +875,6 @@ def test_nothing_is_downloaded_for_the_witness(folders: Path, tmp_path: Path) ->
     found = found_in_new_process(tmp_path, state, {"": ({**arguments, "options": options}, "exact")})
     assert found[""]["rest"] == rest and not found[""]["error"] and not found[""]["warnings"]
     assert not (tmp_path / "after" / "shard.00000.mds").exists()
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_every_epoch_has_its_witness_and_no_batch_is_another(persistent: bool, folders: Path) -> None:
-    copies = [a_copy_of(folders / "first") for _ in range(3)]
-    states = []
-    for workers, local in zip((0, 2), copies, strict=False):
-        with witness_sources.make_streaming(local=local, workers=workers, persistent=persistent and workers > 0) as one:
-            found = []
-            for _ in range(3):
-                found.append([witness_sources.labels_of(batch) for batch in one])
-                states.append(one.state_dict()["witness"])
-            if persistent and workers:
-                # Workers that persist are not told of a loaded state.
-                one.load_state_dict(one.state_dict())
-                next(iter(one))
-    assert states[:3] == states[3:] and [each.split("/")[0] for each in states[:3]] == ["0", "1", "2"]
-    with witness_sources.make_streaming(local=copies[2], options={"verify": "off"}) as off:
-        assert [[witness_sources.labels_of(batch) for batch in off] for _ in range(3)] == found
-        assert off.state_dict()["witness"] == ""
-
-
-def a_copy_of(folder: Path) -> str:
-    copy = sources.new_folder()
-    shutil.copytree(folder, copy, dirs_exist_ok=True)
-    return copy
-
-
-def test_a_state_that_another_data_set_saved_is_refused_by_workers_that_persist(folders: Path) -> None:
-    with witness_sources.make_streaming(local=a_copy_of(folders / "first")) as other:
-        next(iter(other))
-        state = other.state_dict()
-    local = a_copy_of(folders / "changed")
-    with witness_sources.make_streaming(local=local, workers=2, persistent=True) as loader:
-        list(loader)
-        loader.load_state_dict(state)
-        with pytest.raises(StateMismatchError, match="the dataset's first sample"):
-            next(iter(loader))
-        assert loader.state_dict() == state
 
 
 def test_the_example() -> None:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -40,15 +39,6 @@ class GivesOneSampleTwice(ReferenceLoader):
     def order(self, epoch: int) -> list[int]:
         order = super().order(epoch)
         return order if self.items is not None else [4 if index == 5 else index for index in order]
-
-
-@breaks("transparent")
-class MakesSmallerBatches(ReferenceLoader):
-    """In which the last sample of the epoch stands alone."""
-
-    @staticmethod
-    def plain(rank: int = 0, world_size: int = 1, batch_size: int = 3, **options: Any) -> Any:
-        return reference_loader.plain(rank, world_size, batch_size=batch_size + 1, **options)
 
 
 @breaks("transparent")
@@ -136,24 +126,6 @@ class ReadsLessThanItGives(HasASource):
     def leave_traces(self) -> None:
         super().leave_traces()
         self.source.dataset.reads -= 1
-
-
-@breaks("transparent")
-class ListsTwice(HasASource):
-    """Its sampler is asked for another list, say to look at the length."""
-
-    def leave_traces(self) -> None:
-        super().leave_traces()
-        self.source.sampler.passes += 1
-
-
-@breaks("transparent")
-class ReadsAllTwice(HasASource):
-    """A few samples more would be those of the witness."""
-
-    def leave_traces(self) -> None:
-        super().leave_traces()
-        self.source.dataset.reads += self.size
 
 
 @breaks("transparent")
@@ -248,12 +220,6 @@ class ForgetsTheStream(ReferenceLoader):
 
 
 @breaks("tail")
-class ForgetsTheStreamInTheFirstEpoch(ForgetsTheStream):
-    def forgets(self, epoch: int, position: int) -> bool:
-        return epoch == 0 and position > 0
-
-
-@breaks("tail")
 class ForgetsTheStreamInALaterEpoch(ForgetsTheStream):
     def forgets(self, epoch: int, position: int) -> bool:
         return epoch == 1 and position > 0
@@ -287,17 +253,6 @@ class OrdersByTheProcessSeed(ReferenceLoader):
     def order(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(self.base + epoch)
         return [int(index) for index in torch.randperm(self.size, generator=generator)]
-
-
-@breaks("tail", widely=True)
-class ForgetsTheStreamWithWorkers(ForgetsTheStream):
-    """As where each worker's stream starts again."""
-
-    def __init__(self, rank: int = 0, world_size: int = 1, num_workers: int = 0, **more: Any) -> None:
-        super().__init__(rank, world_size, num_workers=num_workers, **more)
-
-    def forgets(self, epoch: int, position: int) -> bool:
-        return self.num_workers > 0 and position > 0
 
 
 # Next epoch, boundary, round trip.
@@ -337,15 +292,6 @@ class ReversesTheEpochAfterAResumedOne(ReferenceLoader):
 class ReversesItOnManyRanks(ReversesTheEpochAfterAResumedOne):
     def reverses(self, state: dict[str, Any]) -> bool:
         return bool(self.world_size > 1 and self.world_size == state["world_size"])
-
-
-@breaks("next epoch", widely=True)
-class ReversesItWithWorkers(ReversesTheEpochAfterAResumedOne):
-    def __init__(self, rank: int = 0, world_size: int = 1, num_workers: int = 0, **more: Any) -> None:
-        super().__init__(rank, world_size, num_workers=num_workers, **more)
-
-    def reverses(self, state: dict[str, Any]) -> bool:
-        return self.num_workers > 0
 
 
 @breaks("boundary")
@@ -418,17 +364,6 @@ class IgnoresALoadInUse(ReferenceLoader):
     def apply(self, state: dict[str, Any]) -> None:
         if not self.passes:
             super().apply(state)
-
-
-@breaks("round trip")
-class IsOffByOneAtTheSecondLoad(ReferenceLoader):
-    loads = 0
-
-    def apply(self, state: dict[str, Any]) -> None:
-        super().apply(state)
-        self.loads += 1
-        if self.loads > 1 and state["position"]:
-            self.cursor = (state["epoch"], state["position"] - 1)
 
 
 @breaks("round trip")
@@ -507,13 +442,6 @@ class KeepsItsArgument(ReferenceLoader):
             self.cursor = (self.kept.get("epoch", 0), self.kept.get("position", 0))
             self.kept = None
         return super().begin()
-
-
-@breaks("isolation")
-class PopsFromItsArgument(ReferenceLoader):
-    def apply(self, state: dict[str, Any]) -> None:
-        super().apply(state)
-        state.pop("checksum")
 
 
 @breaks("transport")
@@ -617,28 +545,6 @@ class LengthOfTheWorld(ReferenceLoader):
         return super().__len__() * self.world_size
 
 
-@breaks("partition")
-class LengthIsMadeUp(ReferenceLoader):
-    """On one rank alone."""
-
-    plain = None  # from which it differs as well
-
-    def __init__(
-        self,
-        num_workers: int = 0,
-        batch_size: int = 3,
-        seed: int | None = None,
-        size: int = 17,
-        read_log: str | None = None,
-        items: Sequence[Any] | None = None,
-    ) -> None:
-        options: dict[str, Any] = {"num_workers": num_workers, "batch_size": batch_size, "seed": seed, "size": size}
-        super().__init__(0, 1, **options, read_log=read_log, items=items)
-
-    def __len__(self) -> int:
-        return 99
-
-
 @breaks("topology")
 class RepeatsOneSampleAfterAChange(ReferenceLoader):
     """The epoch after one that went on in another world."""
@@ -665,16 +571,6 @@ class ForgetsTheStreamAfterAChange(ReferenceLoader):
 
     def key(self, epoch: int, position: int) -> list[int]:
         return [*super().key(epoch, position), int(self.changed)]
-
-
-@breaks("topology")
-class CountsItsOwnShare(ReferenceLoader):
-    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
-        state = super().state_dict(in_flight)
-        return reseal(state | {"position": state["position"] // self.world_size})
-
-    def apply(self, state: dict[str, Any]) -> None:
-        super().apply(state | {"position": state["position"] * self.world_size})
 
 
 @breaks("topology")
@@ -751,15 +647,6 @@ class AdoptsAnySeed(ReferenceLoader):
             self.stated_seed = stated
 
 
-@breaks("refusal")
-class NamesOneSizeOnly(ReferenceLoader):
-    def check(self, state: Any) -> None:
-        self.check_shape(state)
-        if state["version"] == 1 and state["size"] != self.size:
-            raise StateMismatchError(f"the dataset should have {self.size} samples")
-        super().check(state)
-
-
 @breaks("delivery")
 class IgnoresWhatIsInFlight(ReferenceLoader):
     def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
@@ -798,13 +685,6 @@ class DrawsABaseSeed(ReferenceLoader):
 
 
 @breaks("guest")
-class SeedsNumpy(ReferenceLoader):
-    def read(self, epoch: int, positions: Sequence[int], order: list[int]) -> Any:
-        np.random.seed(epoch)
-        return super().read(epoch, positions, order)
-
-
-@breaks("guest")
 class ListensToTheCaller(ReferenceLoader):
     """Whoever draws from python's generator between two passes changes their content."""
 
@@ -823,14 +703,6 @@ class StopsAtNone(ReferenceLoader):
             if batch is None:
                 return
             yield batch, after
-
-
-@breaks("any item")
-class DropsWhatIsEmpty(ReferenceLoader):
-    def fetch(self, epoch: int, position: int) -> Iterator[tuple[Any, int]]:
-        for batch, after in super().fetch(epoch, position):
-            if not isinstance(batch, (tuple, list)) or batch:
-                yield batch, after
 
 
 # Witness.
@@ -899,12 +771,6 @@ class RollsBackToTheLoad(ReferenceLoader):
         origin = self.origin
         super().commit()
         self.origin = origin
-
-
-@breaks("rollback")
-class SaysWhatItReceived(ReferenceLoader):
-    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
-        return self.state_of_now(in_flight)
 
 
 @breaks("rollback")

@@ -217,24 +217,6 @@ def wrapped_grain_elastic(
     return midepoch.wrap(source, seed=seed, world=midepoch.World(rank, world_size))
 
 
-def place_litdata(rank: int, world_size: int) -> None:
-    """Tell LitData which rank this process is. It asks again when it is read."""
-    for name, number in (("WORLD_SIZE", world_size), ("GLOBAL_RANK", rank)):
-        os.environ[name] = str(number)
-
-
-def wrapped_litdata_elsewhere(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, seed: int | None = SEED, size: int = 48
-) -> Any:
-    import cpu_torchvision  # noqa: F401
-    import litdata
-
-    place_litdata(rank, world_size)
-    dataset = litdata.StreamingDataset(written_by_litdata(size), shuffle=True, seed=seed or 0, drop_last=True)
-    source = litdata.StreamingDataLoader(dataset, batch_size=2, num_workers=num_workers)
-    return midepoch.wrap(source, seed=seed, world=midepoch.World(rank, world_size))
-
-
 # --- states that are tried ---
 
 

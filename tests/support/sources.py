@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
@@ -410,9 +409,6 @@ def torch_batches(rank: int, world_size: int, size: int, batch_size: int, drop_l
     sampler: Sampler[int] = DistributedSampler(dataset, world_size, rank, shuffle=False, drop_last=even)
     loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler, drop_last=drop_last)
     return [batch.tolist() for batch in loader]
-
-
-make_counter = functools.partial(Counter, 6)
 
 
 def spawned_rank(rank: int, loader: Loader, folder: str) -> None:
