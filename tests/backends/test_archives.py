@@ -260,12 +260,6 @@ def test_a_stretch_that_does_not_end_where_its_last_file_does(tmp_path: Path) ->
         parse_members(data[: end + 1], "it", 0)
 
 
-def test_names_longer_than_any_are_damage(tmp_path: Path) -> None:
-    """An index has as much room for each name as the longest has bytes."""
-    make(tmp_path / "x.tar", "gnu", ["a.x", "b" * 10_000])
-    only_the_first_is_found(tmp_path / "x.tar")
-
-
 def long_name(kind: bytes, name: bytes, beyond: int = 0) -> bytes:
     """A header that names the next file, GNU's or a pax one; of which a record may say to end beyond it."""
     info = tarfile.TarInfo("long")
@@ -273,17 +267,6 @@ def long_name(kind: bytes, name: bytes, beyond: int = 0) -> bytes:
     info.type, data = kind, record if kind == tarfile.XHDTYPE else name + b"\0"
     info.size = len(data)
     return info.tobuf(tarfile.USTAR_FORMAT) + data.ljust(-(-len(data) // 512) * 512, b"\0")
-
-
-@pytest.mark.parametrize("second", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
-@pytest.mark.parametrize("first", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
-def test_of_two_names_for_one_file_the_first_counts(tmp_path: Path, first: bytes, second: bytes) -> None:
-    # A header doubled by damage, or two archivers' ways at once.
-    member = tarfile.TarInfo("a.x").tobuf(tarfile.USTAR_FORMAT)
-    together = long_name(first, b"b.x") + long_name(second, b"c.x") + member
-    (tmp_path / "x.tar").write_bytes(together + tarfile.TarInfo("d.x").tobuf(tarfile.USTAR_FORMAT) + bytes(1024))
-    check(tmp_path / "x.tar")
-    assert index_tar(tmp_path / "x.tar").names.tolist() == [b"b.x", b"d.x"]
 
 
 @pytest.mark.parametrize("header", [long_name(tarfile.XHDTYPE, b"b\0.x"), long_name(tarfile.XHDTYPE, b"b.x", 3)])
@@ -303,27 +286,6 @@ def test_a_header_that_names_all_files_that_follow_is_damage(tmp_path: Path, rec
     blocks = [tarfile.TarInfo(name).tobuf(tarfile.USTAR_FORMAT) for name in ("a.x", "c.x")]
     (tmp_path / "x.tar").write_bytes(blocks[0] + header + blocks[1] + bytes(1024))
     only_the_first_is_found(tmp_path / "x.tar")
-
-
-def test_a_name_that_an_extended_header_ends_with_a_slash(tmp_path: Path) -> None:
-    """The kind of a file is in its own header, which says no folder."""
-    member = tarfile.TarInfo("a")
-    member.type = tarfile.AREGTYPE
-    data = long_name(tarfile.XHDTYPE, b"b/") + member.tobuf(tarfile.USTAR_FORMAT) + bytes(1024)
-    (tmp_path / "x.tar").write_bytes(data)
-    check(tmp_path / "x.tar")
-    assert index_tar(tmp_path / "x.tar").names.tolist() == [b"b"]
-
-
-def test_what_is_passed_over_may_have_an_absurd_size(tmp_path: Path) -> None:
-    """As a kind of file that nobody knows may."""
-    make(tmp_path / "x.tar", "gnu", ["a.x", "b.x", "c.x"])
-    data = bytearray((tmp_path / "x.tar").read_bytes())
-    at = int(index_tar(tmp_path / "x.tar").headers[1])
-    overwrite(data, at, 124, b"\x80" + b"\xff" * 11)
-    overwrite(data, at, 156, b"Q")
-    (tmp_path / "absurd.tar").write_bytes(data)
-    only_the_first_is_found(tmp_path / "absurd.tar")
 
 
 def test_walking_a_stream_needs_no_seeking(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ class TestTraining(_Energon):
     world_sizes = (1,)
 
 
-def test_several_workers_that_share_a_pass_are_not_promised_to_be_exact() -> None:
+def test_workers_that_share_a_pass_are_not_promised() -> None:
     report = check_resumable(
         sources.wrapped_two_workers, laws=("tail", "next epoch", "boundary"), identify=sources.texts, quick=True
     )
@@ -76,7 +76,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_that_energon_resumes_with_more_than_was_left_is_refused(kind: str) -> None:
+def test_a_state_resumed_with_more_than_was_left_is_refused(kind: str) -> None:
     def make() -> Loader:
         return wrap(KINDS[kind](), seed=1)
 
@@ -127,7 +127,7 @@ def test_a_later_pass_of_a_resumed_validation_loader_is_told() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_loader_that_was_read_refuses_states_when_they_are_loaded(num_workers: int) -> None:
+def test_a_loader_that_was_read_refuses_states(num_workers: int) -> None:
     loader = wrap(sources.validation(sources.kept(), num_workers=num_workers), seed=1)
     beginning = loader.state_dict()
     batches = iter(loader)
@@ -142,7 +142,7 @@ def test_a_loader_that_was_read_refuses_states_when_they_are_loaded(num_workers:
 
 
 @pytest.mark.parametrize("length", [0, 5])
-def test_the_beginning_of_an_epoch_behind_one_that_was_left_is_refused(length: int) -> None:
+def test_an_epoch_behind_one_that_was_left_is_refused(length: int) -> None:
     def make() -> Loader:
         return wrap(sources.training(sources.kept(), length=length), seed=1)
 
@@ -160,7 +160,7 @@ def test_the_beginning_of_an_epoch_behind_one_that_was_left_is_refused(length: i
 
 @pytest.mark.long  # five starts of torchrun, two minutes
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
-def test_ranks_of_torchrun_go_on_as_other_ranks_by_energon_s_own_rule(before: int, after: int, tmp_path: Path) -> None:
+def test_ranks_go_on_as_other_ranks_by_energons_own_rule(before: int, after: int, tmp_path: Path) -> None:
     head = own_states_job.run(tmp_path, "energon", before, own_states_job.WORKERS // before)
     refused = own_states_job.run(tmp_path, "energon", after, 0)
     for each in refused:

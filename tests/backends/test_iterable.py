@@ -49,22 +49,15 @@ class StatedSamplers(Stated):
         yield from self.sampler
 
 
-class StatedState(Stated):
+class StatedState(sources.Counter, IterableDataset[Any]):
     """The same, with a state of its own."""
 
-    at = 0
+    def __init__(self, length: int) -> None:
+        super().__init__(11)
+        self.length = length
 
-    def __iter__(self) -> Iterator[int]:
-        while self.at < 11:
-            self.at += 1
-            yield self.at
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
+    def __len__(self) -> int:
+        return self.length
 
 
 @pytest.mark.parametrize("kind", [Stated, StatedSamplers, StatedState])
@@ -251,7 +244,7 @@ def _resume_wandering(states: list[tuple[dict[str, Any], bool | None]]) -> list[
 
 
 @pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
-def test_another_stream_whose_last_unit_is_the_same_is_refused_in_a_new_process() -> None:
+def test_another_stream_with_the_same_last_unit_is_refused() -> None:
     cases = [(cut, shard) for cut in (4, 32, 36) for shard in (None, False)]
     states = [
         (sources.heads(functools.partial(midepoch.wrap, wandering, seed=5, shard=shard), cut)[1], shard)
@@ -296,25 +289,6 @@ def test_a_chain_covers_every_unit_at_first_and_few_later() -> None:
     assert of(swapped) != of(list(range(100_000)))
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_batches_of_any_tensors_are_replayed() -> None:
-    """A nested one raised torch's error."""
-
-    def tensors() -> Iterator[Any]:
-        for number in range(1, 5):
-            parts = [torch.full((3,), float(number)), torch.zeros(number)]
-            yield torch.nested.nested_tensor(parts), torch.eye(number).to_sparse(), object()
-
-    loader = midepoch.wrap(tensors, seed=5)
-    batches = iter(loader)
-    next(batches), next(batches)
-    state = loader.state_dict()
-    assert "object" in loader.capabilities.exact_order.reason, "the type that cannot be compared is named"
-    loader.load_state_dict(state)
-    with _quietly():
-        assert [float(batch[0].unbind()[0][0]) for batch in loader] == [3.0, 4.0]
-
-
 def test_a_generator_that_has_become_shorter_is_named() -> None:
     items = [1, 2, 3, 4, 5]
 
@@ -339,26 +313,6 @@ def test_a_stream_that_gives_other_than_its_length_is_named(says: int, expected:
 
     with pytest.raises(SourceError, match=expected):
         sources.taken(midepoch.wrap(Wrong(6), seed=5))
-
-
-class Nested(IterableDataset[int]):
-    """Counts what it reads in an object of its own, which a shallow copy would share."""
-
-    def __init__(self) -> None:
-        self.sampler, self.seen = SequentialSampler(range(8)), {"reads": [0]}
-
-    def __iter__(self) -> Iterator[int]:
-        for index in self.sampler:
-            self.seen["reads"][0] += 1
-            yield index
-
-
-def test_only_the_first_sample_of_an_exposed_sampler_is_read_twice() -> None:
-    dataset = Nested()
-    loader = midepoch.wrap(dataset, seed=5)
-    loader.peek()
-    assert dataset.seen == {"reads": [2]}
-    assert loader.capabilities.constant_time_resume
 
 
 # --- what is refused ---
@@ -489,13 +443,13 @@ def test_another_number_of_workers_is_refused_for_a_replay() -> None:
     assert not make(2).capabilities.elastic_workers
 
 
-def test_a_stream_that_divides_itself_among_workers_while_midepoch_divides_it_too() -> None:
+def test_a_stream_divided_twice_among_workers_is_named() -> None:
     source = DataLoader(sources.Stream(20, by_worker=True), batch_size=2, num_workers=2)
     with midepoch.wrap(source, seed=5, shard=True) as loader, pytest.raises(SourceError, match="shard=False"):
         sources.taken(loader)
 
 
-def test_a_stream_that_divides_itself_among_ranks_while_midepoch_divides_it_too() -> None:
+def test_a_stream_divided_twice_among_ranks_is_named() -> None:
     """Found at once where the stream has a length, and else when one state reaches all ranks."""
 
     class Sized(ByRank):
@@ -516,39 +470,9 @@ def test_a_stream_that_divides_itself_among_ranks_while_midepoch_divides_it_too(
 # --- sources with a state of their own ---
 
 
-class Epochs:
-    """Counts its epochs in a state of its own."""
-
-    def __init__(self) -> None:
-        self.epoch, self.next, self.loaded = 0, 0, False
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.next and not self.loaded:
-            self.epoch, self.next = self.epoch + 1, 0
-        self.loaded = False
-        while self.next < 3:
-            self.next += 1
-            yield self.epoch, self.next - 1
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "next": self.next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.next, self.loaded = state["epoch"], state["next"], state["next"] < 3
-
-
-def test_a_source_with_its_own_state_goes_back_to_its_very_beginning() -> None:
-    loader = midepoch.wrap(Epochs())
-    beginning = loader.state_dict()
-    first = list(loader)
-    loader.load_state_dict(beginning)
-    assert list(loader) == first
-    assert next(iter(loader)) == (1, 0)
-
-
 def test_a_source_with_its_own_state_is_not_shared_by_a_copy() -> None:
     with pytest.raises(UnsupportedSourceError, match="make another source"):
-        copy.copy(midepoch.wrap(Epochs()))
+        copy.copy(midepoch.wrap(sources.Counter()))
 
 
 def stateful_at(rank: int, world_size: int) -> Loader:

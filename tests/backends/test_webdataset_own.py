@@ -229,7 +229,7 @@ class Declared(Undeclared):
     draws: Any = None
 
 
-def test_a_list_that_does_not_say_how_it_draws_is_refused_with_the_line(urls: list[str]) -> None:
+def test_a_list_that_does_not_say_how_it_draws_is_refused(urls: list[str]) -> None:
     line = "Undeclared.draws = 'once', each shard once in a pass, or 'with replacement'"
     with pytest.raises(UnsupportedSourceError, match=f"stage Undeclared does not give shards.*{line}; or"):
         midepoch.wrap(pipeline(Undeclared(urls)))
@@ -385,18 +385,7 @@ def test_streams_for_many_readers(tmp_path: Path) -> None:
             streamed(shards, 0, 512, count=2).load_state_dict(changed)
 
 
-def test_one_stream_says_that_nobody_can_share_it(urls: list[str]) -> None:
-    one = streamed(compress(urls), streams=1)
-    assert not one.capabilities.elastic_workers and not one.capabilities.elastic_world
-    two = streamed(compress(urls), streams=2)
-    assert two.capabilities.elastic_workers and two.capabilities.elastic_world
-    iterator = iter(one)
-    next(iterator)
-    with pytest.raises(StateMismatchError, match="1 streams cannot be shared by 2 ranks"):
-        streamed(compress(urls), 0, 2, streams=1).load_state_dict(one.state_dict())
-
-
-def test_capabilities_say_that_each_stream_of_an_epoch_ends_with_its_own_batch(urls: list[str]) -> None:
+def test_capabilities_say_that_each_stream_ends_with_a_batch(urls: list[str]) -> None:
     def make(dataset: Any) -> Any:
         return midepoch.wrap(dataset, seed=1, streams=3)
 
@@ -444,26 +433,6 @@ def test_no_empty_pass_is_behind_a_last_batch(urls: list[str], streams: int) -> 
             # Behind the last batch, the pass continues with the next epoch.
             assert head + list(other) == flat(epochs[: 1 if cut < len(epochs[0]) else 2])
             assert list(other) == epochs[0]
-
-
-def test_bodies_begin_each_epoch_at_its_start(urls: list[str]) -> None:
-    shards = compress(urls)
-
-    def make() -> Any:
-        return midepoch.wrap(pipeline(wds.SimpleShardList(shards), batch=4, partial=False), seed=1, streams=3)
-
-    plain = make()
-    expected = [list(plain) for _ in range(3)]
-    loader = make()
-    found = []
-    for epoch in loader.epochs(3):
-        found.append(list(loader))
-        state = loader.state_dict()
-        other = make()
-        other.load_state_dict(state)
-        rest = [list(other) for _ in other.epochs(3)]
-        assert rest == [[], *expected[epoch + 1 :]]
-    assert found == expected
 
 
 # --- what is read again from its start --------------------------------------------------------------------------------

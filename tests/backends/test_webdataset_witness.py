@@ -207,7 +207,7 @@ def test_streamed_shards_that_changed_are_told_in_a_new_process(place: str, fold
         assert found["content"]["batches"] == (place == "in a later epoch")
 
 
-def test_one_stream_s_shard_that_changed_is_told_before_a_batch_of_it(folder: Path, tmp_path: Path) -> None:
+def test_a_streams_shard_that_changed_is_told_before_its_batch(folder: Path, tmp_path: Path) -> None:
     """Streams take turns. Those before it give what they should."""
     shutil.copytree(folder / "first", tmp_path / "mixed")
     state, rest = saved(4, urls(tmp_path / "mixed", "pipe:cat "))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
 import random
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import midepoch
 from midepoch import MidepochWarning, SourceError, World
-from midepoch.testing import LawError, ResumableTests, check_resumable
+from midepoch.testing import LawError, check_resumable
 from support import sources
 from support import wild_sources as wild
 
@@ -159,33 +157,6 @@ def test_a_distributed_sampler_inside_says_which_rank_it_is() -> None:
     assert around.state_dict()["world_size"] == 2
 
 
-@seen
-def test_the_callers_generators_stay_where_they_are(name: str) -> None:
-    batches = iter(declared(name))
-    for _ in range(BATCHES):
-        before = random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
-        next(batches)
-        assert before == (random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist())
-        random.random(), np.random.rand(), torch.rand(())
-
-
-@pytest.mark.parametrize("name", SEEN)
-def test_between_batches_and_passes_the_object_is_the_users(name: str) -> None:
-    make, inside = SEEN[name]
-    source = make()
-    before = dict(vars(source))
-    around = midepoch.wrap(source, seed=3, inside=inside)
-    for _ in around:
-        changed = [each for each, value in before.items() if vars(source)[each] is not value]
-        # Lightning leaves notes of its own in DataLoaders that are made after it.
-        assert {each for each in changed if not each.startswith("__pl_")} <= {"iterator", "batches"}
-    around.close()
-    assert {each: vars(source)[each] for each in before if not each.startswith("__pl_")} == {
-        each: value for each, value in before.items() if not each.startswith("__pl_")
-    }
-    assert len(list(source)) == BATCHES, "its own iterator has given nothing away"
-
-
 NOT_ONE_FOR_ONE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "gives one more": (wild.OneMore, "gives a batch behind those of the loader inside"),
     "two in one": (wild.Pairs, "has handed out 2 batches, and asked for 4 inside"),
@@ -199,7 +170,7 @@ NOT_ONE_FOR_ONE: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", NOT_ONE_FOR_ONE)
-def test_one_that_is_not_one_for_one_is_an_error_that_names_the_declaration(name: str) -> None:
+def test_one_that_is_not_one_for_one_is_an_error(name: str) -> None:
     kind, what = NOT_ONE_FOR_ONE[name]
     around = midepoch.wrap(kind(loader()), seed=3, inside="loader")
     words = f"{what}.*inside='loader' declares .*Leave inside= out"
@@ -207,35 +178,12 @@ def test_one_that_is_not_one_for_one_is_an_error_that_names_the_declaration(name
         sources.taken(around)
 
 
-class NotesPasses(wild.Neighbours):
-    passes = 0
-
-    def _get_iterator(self) -> Any:
-        self.passes += 1
-        return super()._get_iterator()
-
-
-def test_a_subclass_finishes_what_torchs_iterator_gives_and_keeps_what_it_notes() -> None:
-    source = loader(NotesPasses)
-    around = midepoch.wrap(source, seed=3, inside="")
-    for _ in range(2):
-        assert {(type(batch), len(batch.shape)) for batch in around} == {(torch.Tensor, 2)}, "not pairs"
-    assert source.passes == 2
-
-
-def test_a_subclass_that_leaves_out_torchs_iterator_is_an_error_and_exact_by_replay() -> None:
+def test_a_subclass_that_leaves_out_torchs_iterator() -> None:
     with pytest.raises(SourceError, match=r"handed out 1 batches, and asked for 0 inside.*Leave inside= out"):
         next(iter(midepoch.wrap(loader(wild.ReadsByItself), seed=3, inside="")))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MidepochWarning)
         assert_exact_at_every_cut(lambda: midepoch.wrap(loader(wild.ReadsByItself), seed=3))
-
-
-@pytest.mark.parametrize("kind", [wild.Twice, wild.OneMore])
-def test_one_that_makes_two_of_an_epochs_only_batch_is_an_error(kind: Any) -> None:
-    around = midepoch.wrap(kind(DataLoader(sources.Noisy(SIZE), SIZE, shuffle=True)), seed=3, inside="loader")
-    with pytest.raises(SourceError, match="gives a batch behind those"):
-        next(iter(around))
 
 
 def sample_in_batch(number: int) -> int:
@@ -264,23 +212,10 @@ def test_one_that_does_more_later_is_an_error(kind: Any, cut: int) -> None:
     assert len(given) == 4 - cut
 
 
-def test_one_that_begins_twice_later_is_an_error() -> None:
-    source = wild.LookingLater(loader())
-    around = midepoch.wrap(source, seed=3, inside="loader")
-    assert len(sources.taken(around)) == BATCHES
-    source.left_out = 1
-    with pytest.raises(SourceError, match="begins to iterate the loader inside more than once"):
-        next(iter(around))
-
-
 WRONGLY_DECLARED: dict[str, Callable[[Any], Any]] = {
     "numbers its batches": wild.Counting,
     "mixes with the batch before": wild.Mixing,
-    "counts in a loop": wild.CountingInALoop,
-    "counts in another generator": wild.CountingBelow,
-    "remembers batches": wild.Remembering,
     "draws from a generator of each pass": wild.OwnGenerator,
-    "counts in a function": wild.CountingInAFunction,
 }
 
 
@@ -295,27 +230,10 @@ def test_the_laws_find_a_wrong_declaration(name: str) -> None:
         check_resumable(functools.partial(counted, name), laws=["tail"], world_sizes=(1,), quick=True, options=())
 
 
-def test_an_object_that_holds_something_of_a_pass_does_so_as_by_itself() -> None:
-    source, bare = wild.CountingPasses(loader(), True), wild.CountingPasses(loader(), True)
-    around = midepoch.wrap(source, seed=3, inside="loader")
-    for _ in range(2):
-        assert len(sources.taken(around)) == len(list(bare)) == BATCHES
-        assert source.passes == bare.passes
-
-
 def test_a_generator_that_is_made_in_the_first_batch_is_told() -> None:
     around = midepoch.wrap(wild.MakingAGenerator(loader()), seed=3, inside="loader")
     with pytest.warns(MidepochWarning, match=r"has made a random generator \(.*\) while the first batch was read"):
         sources.taken(around, 1)
-
-
-def test_generators_that_what_it_works_with_closes_over_follow_from_the_batch() -> None:
-    def make() -> midepoch.Loader:
-        generator = random.Random(5)
-        source = wild.Working(loader(), wild.Calls(lambda batch: batch + generator.random()))
-        return midepoch.wrap(source, seed=3, inside="loader")
-
-    assert_exact_at_every_cut(make)
 
 
 # --- not declared -----------------------------------------------------------------------------------------------------
@@ -420,7 +338,7 @@ def function_around(**keywords: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_goes_on_where_it_stands_is_refused_with_the_line_to_write(name: str) -> None:
+def test_what_goes_on_where_it_stands_is_refused(name: str) -> None:
     make, words = REFUSED[name]
     with pytest.raises(midepoch.UnsupportedSourceError, match=words):
         midepoch.wrap(make(), seed=3)
@@ -554,21 +472,6 @@ def test_a_batch_that_is_retried_is_the_same(kind: Any, tmp_path: Path) -> None:
     assert got + sources.taken(batches) == whole
 
 
-def test_an_error_behind_the_last_batch_comes_behind_it() -> None:
-    around = midepoch.wrap(wild.FailingAtTheEnd(loader()), seed=3, inside="loader")
-    batches = iter(around)
-    assert len([next(batches) for _ in range(BATCHES)]) == BATCHES
-    with pytest.raises(ValueError, match="at the end"):
-        next(batches)
-    with pytest.raises(StopIteration):
-        next(batches)
-    assert around.position == SIZE
-    again = midepoch.wrap(wild.FailingAtTheEnd(loader()), seed=3, inside="loader")
-    again.load_state_dict(around.state_dict())
-    assert sources.plain(next(iter(again))) == sources.plain(next(iter(around)))
-    assert again.epoch == around.epoch == 1
-
-
 def test_then_works_on_what_the_object_gives() -> None:
     def make() -> midepoch.Loader:
         return midepoch.wrap(wild.OneAhead(loader()), seed=3, inside="loader", then=wild.Erasing(1.0))
@@ -624,32 +527,6 @@ def test_around_any_loader_it_goes_on_as_that_one(name: str, kind: Any) -> None:
     assert bool(make().capabilities.constant_time_resume) == bool(inside.constant_time_resume)
 
 
-@pytest.mark.parametrize("kind", [wild.Normalizing, wild.NormalizingAhead])
-def test_the_statistics_of_its_modules_see_each_batch_once(kind: Any) -> None:
-    def saved(around: Any) -> Any:
-        return copy.deepcopy(around.module.state_dict())
-
-    bare = kind(loader())
-    list(bare)
-    around = kind(loader())
-    batches = midepoch.wrap(around, seed=3, inside="loader")
-    whole, states = [], []
-    for batch in batches:
-        whole.append(sources.plain(batch))
-        states.append((batches.state_dict(), saved(around)))
-    assert around.module.num_batches_tracked == bare.module.num_batches_tracked == BATCHES
-    final = saved(around)
-    ahead = kind is wild.NormalizingAhead
-    for cut, (state, model) in enumerate(states[:-1], 1):
-        around = kind(loader())
-        around.module.load_state_dict(model)
-        batches = midepoch.wrap(around, seed=3, inside="loader")
-        batches.load_state_dict(state)
-        assert sources.taken(batches) == whole[cut:]
-        if not ahead:
-            assert all(torch.equal(value, around.module.state_dict()[name]) for name, value in final.items())
-
-
 def test_wrapping_reads_nothing_and_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     made = [(make(num_workers=0), inside) for make, inside in SEEN.values()]
     read: list[int] = []
@@ -658,16 +535,6 @@ def test_wrapping_reads_nothing_and_starts_no_thread(monkeypatch: pytest.MonkeyP
     for source, inside in made:
         midepoch.wrap(source, seed=3, inside=inside)
     assert threading.enumerate() == before and not read
-
-
-@pytest.mark.parametrize("name", ["one ahead", "keeps its workers"])
-def test_a_loader_is_sent_to_another_process_in_the_middle_of_a_pass(name: str) -> None:
-    around = declared(name)
-    whole = [sources.taken(around) for _ in range(2)]
-    around = declared(name)
-    next(iter(around))
-    sent = pickle.loads(pickle.dumps(around))
-    assert sources.taken(sent) == whole[1], "as a second pass here"
 
 
 def test_a_copy_of_a_loader_goes_on_by_itself() -> None:
@@ -680,92 +547,3 @@ def test_a_copy_of_a_loader_goes_on_by_itself() -> None:
     assert sources.taken(twin) == whole[2:]
 
 
-class Adding(wild.Around):
-    """Draws for each batch, and leaves the indices as they are."""
-
-    def __iter__(self) -> Any:
-        for batch in self.loader:
-            yield batch + torch.rand(1, dtype=torch.float64) * torch.tensor([0, 1, 1, 1])
-
-
-def adding(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = 3, seed: int = 0, size: int = 41
-) -> midepoch.Loader:
-    source: Any = wild.KeepsWorkers(sources.Noisy(size), batch_size, shuffle=True, num_workers=num_workers)
-    return midepoch.wrap(Adding(source), seed=seed, world=World(rank, world_size), inside="loader")
-
-
-def indices_of(batch: Any) -> list[int]:
-    return [int(sample[0]) for sample in batch]
-
-
-@pytest.mark.long
-class TestLaws(ResumableTests):
-    make_loader = staticmethod(adding)
-    identify = staticmethod(indices_of)
-    elastic_content = False  # the wrapper draws for a batch
-    shuffled = True
-    quick = True
-
-
-@pytest.mark.long
-def test_passing_on_costs_few_microseconds_a_batch() -> None:
-    def cost(around: Any, inside: str | None = None) -> float:
-        best = 1.0
-        for _ in range(5):
-            source = around(DataLoader(range(4000), 4, collate_fn=list))  # type: ignore[arg-type]
-            batches = iter(midepoch.wrap(source, seed=3, inside=inside))
-            sources.taken(batches, 10)
-            since = time.thread_time()
-            count = sum(1 for _ in batches)
-            best = min(best, (time.thread_time() - since) / count)
-        return best
-
-    assert cost(PassingOn, "loader") - cost(lambda inside: inside) < 40e-6
-
-
-class PassingOn(wild.Around):
-    """Nothing but that."""
-
-    def __iter__(self) -> Any:
-        for batch in self.loader:  # noqa: UP028  # as most are written
-            yield batch
-
-
-class Holding(wild.Around):
-    """Draws by a method of numpy's global generator that it holds."""
-
-    def __init__(self, loader: Any) -> None:
-        super().__init__(loader)
-        self.draw: Any = np.random.rand
-
-    def __iter__(self) -> Any:
-        for batch in self.loader:
-            yield batch, self.draw.__self__ is np.random.mtrand._rand, self.draw()
-
-
-def test_a_global_generator_stays_the_one_that_it_is() -> None:
-    """A copy of it would be saved and restored with each batch, at 90 microseconds."""
-    loader = midepoch.wrap(Holding(DataLoader(range(12), 2, collate_fn=list)), seed=3, inside="loader")  # type: ignore[arg-type]
-    assert loader.capabilities.constant_time_resume
-    given = list(loader)
-    assert all(is_global for _, is_global, _ in given) and len({number for *_, number in given}) == 6
-
-
-class NotesIterators(DataLoader[Any]):
-    """Notes the iterators that it makes."""
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self.made: list[Any] = []
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self.made.append(super().__iter__())
-        return self.made[-1]  # type: ignore[no-any-return]
-
-
-def test_an_object_that_keeps_what_it_was_given_has_made_no_generator() -> None:
-    around = midepoch.wrap(loader(NotesIterators), seed=3, inside="")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MidepochWarning)
-        assert len(list(around)) == len(list(around)) == BATCHES

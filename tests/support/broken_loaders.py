@@ -52,20 +52,17 @@ class HasNoLength(ReferenceLoader):
 
 
 class Ends:
-    """A plain loader that does not end by itself: it raises an error, or begins again."""
+    """A plain loader that ends by an error."""
 
-    def __init__(self, inside: Any, error: Exception | None) -> None:
-        self.inside, self.error, self.sampler = inside, error, inside.sampler
+    def __init__(self, inside: Any) -> None:
+        self.inside, self.sampler = inside, inside.sampler
 
     def __len__(self) -> int:
         return len(self.inside)
 
     def __iter__(self) -> Iterator[Any]:
         yield from self.inside
-        if self.error is not None:
-            raise self.error
-        while True:
-            yield from self.inside
+        raise ValueError("all seen")
 
 
 @breaks("transparent")
@@ -76,10 +73,10 @@ class SwallowsTheErrorAtTheEnd(ReferenceLoader):
 
 
 @breaks("transparent")
-class EndsWhatDoesNotEnd(ReferenceLoader):
+class SwallowsTheErrorAtTheEnd(ReferenceLoader):
     @staticmethod
     def plain(rank: int = 0, world_size: int = 1, **options: Any) -> Any:
-        return Ends(reference_loader.plain(rank, world_size, **options), None)
+        return Ends(reference_loader.plain(rank, world_size, **options))
 
 
 @breaks("transparent")
@@ -139,17 +136,6 @@ class DividesOtherwise(ReferenceLoader):
             return loader
         indices = list(loader.sampler)[rank : len(loader.sampler) // world_size * world_size : world_size]
         return DataLoader(loader.dataset, loader.batch_size, sampler=indices)
-
-
-@breaks("transparent")
-class DealsSamplesOut(ReferenceLoader):
-    """Rank r of n takes each n-th sample of a global batch: as many, and together the same, in another order."""
-
-    def blocks(self, position: int) -> Iterator[tuple[range, int]]:
-        for positions, after in super().blocks(position):
-            start = positions.start - self.rank * len(positions)
-            stop = start + self.world_size * len(positions)
-            yield range(start + self.rank, stop, self.world_size), after
 
 
 # Determinism.
@@ -217,6 +203,12 @@ class ForgetsTheStream(ReferenceLoader):
 
     def key(self, epoch: int, position: int) -> list[int]:
         return [*super().key(epoch, position), int(self.salted)]
+
+
+@breaks("tail")
+class ForgetsTheStreamInTheFirstEpoch(ForgetsTheStream):
+    def forgets(self, epoch: int, position: int) -> bool:
+        return epoch == 0 and position > 0
 
 
 @breaks("tail")
@@ -319,25 +311,6 @@ class KeepsTheFullPosition(ReferenceLoader):
         return super().peek()
 
 
-@breaks("boundary")
-class BeginsInIter(ReferenceLoader):
-    """The state after iter() is not that before it."""
-
-    opened = False
-
-    def __iter__(self) -> Iterator[Any]:
-        self.opened = self.cursor == (0, 0) and self.passes == 0
-        return self.run()
-
-    def run(self) -> Iterator[Any]:
-        self.opened = False
-        yield from super().__iter__()
-
-    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
-        state = super().state_dict(in_flight)
-        return reseal(state | {"position": 1}) if self.opened else state
-
-
 @breaks("round trip")
 class IsFreshUntilStarted(ReferenceLoader):
     """As two published loaders do: right after a load the state is that of a fresh loader."""
@@ -355,15 +328,6 @@ class IsFreshUntilStarted(ReferenceLoader):
     def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
         state = super().state_dict(in_flight)
         return reseal(state | {"epoch": 0, "position": 0}) if self.pending else state
-
-
-@breaks("round trip")
-class IgnoresALoadInUse(ReferenceLoader):
-    """Once begun, it takes no state, and says nothing."""
-
-    def apply(self, state: dict[str, Any]) -> None:
-        if not self.passes:
-            super().apply(state)
 
 
 @breaks("round trip")
@@ -526,18 +490,6 @@ class GivesTheTailToOneRank(ReferenceLoader):
 
 
 @breaks("partition")
-class EveryRankReadsEverything(ReferenceLoader):
-    """In the third epoch, say because set_epoch undid the sharding."""
-
-    plain = None  # from which it differs as well
-
-    def read(self, epoch: int, positions: Sequence[int], order: list[int]) -> Any:
-        if epoch >= 2:
-            positions = [position - self.rank * len(positions) for position in positions]
-        return super().read(epoch, positions, order)
-
-
-@breaks("partition")
 class LengthOfTheWorld(ReferenceLoader):
     """Its length is that of all ranks together."""
 
@@ -557,20 +509,6 @@ class RepeatsOneSampleAfterAChange(ReferenceLoader):
 
     def order(self, epoch: int) -> list[int]:
         return [0] * self.size if epoch > self.changed_in else super().order(epoch)
-
-
-@breaks("topology")
-class ForgetsTheStreamAfterAChange(ReferenceLoader):
-    """In another world the samples are those that were left, but their random columns are others."""
-
-    changed = False
-
-    def apply(self, state: dict[str, Any]) -> None:
-        super().apply(state)
-        self.changed = state["world_size"] != self.world_size
-
-    def key(self, epoch: int, position: int) -> list[int]:
-        return [*super().key(epoch, position), int(self.changed)]
 
 
 @breaks("topology")
@@ -627,14 +565,6 @@ class ChangesBeforeItChecks(ReferenceLoader):
         if isinstance(state, dict) and type(state.get("position")) is int:
             self.cursor = (self.cursor[0], state["position"] % self.size)
         super().load_state_dict(state)
-
-
-@breaks("refusal")
-class RaisesKeyError(ReferenceLoader):
-    def check(self, state: Any) -> None:
-        if isinstance(state, dict) and state:
-            state["position"]
-        super().check(state)
 
 
 @breaks("refusal")

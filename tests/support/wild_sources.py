@@ -524,57 +524,6 @@ class Calls:
         return self.function(batch)
 
 
-class Working(Around):
-    """Passes batches through some work."""
-
-    def __init__(self, loader: Any, work: Any) -> None:
-        super().__init__(loader)
-        self.work = work
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.loader:
-            yield self.work(batch)
-
-
-class CountingPasses(Around):
-    """What it makes of a batch depends on the pass."""
-
-    def __init__(self, loader: Any, at_the_end: bool) -> None:
-        super().__init__(loader)
-        self.passes, self.at_the_end = 0, at_the_end
-
-    def __iter__(self) -> Iterator[Any]:
-        self.passes += not self.at_the_end
-        for batch in self.loader:
-            yield batch * (1 + self.passes)
-        self.passes += self.at_the_end
-
-
-class Normalizing(Around):
-    """Passes batches through a module."""
-
-    def __init__(self, loader: Any, module: Any = None) -> None:
-        super().__init__(loader)
-        self.module = module or torch.nn.BatchNorm1d(4, dtype=torch.float64)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.loader:
-            yield self.module(batch).detach()
-
-
-class NormalizingAhead(Normalizing):
-    """The same, one ahead."""
-
-    def __iter__(self) -> Iterator[Any]:
-        ahead = None
-        for batch in self.loader:
-            following = self.module(batch).detach()
-            if ahead is not None:
-                yield ahead
-            ahead = following
-        yield ahead
-
-
 class OwnGenerator(Around):
     """Draws from a generator that it makes in each pass, for some batches only."""
 
@@ -737,15 +686,6 @@ class Stopping(Skipping):
             yield batch
 
 
-class LookingLater(Skipping):
-    """Looks at a batch before it begins, from its second pass on."""
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.left_out:
-            next(iter(self.loader))
-        yield from self.loader
-
-
 class DrawingLate(Skipping):
     """Draws for the batch with some sample only."""
 
@@ -823,14 +763,6 @@ class Keeping(Around):
         for following in batches:
             yield ahead
             ahead = following
-
-
-class FailingAtTheEnd(Around):
-    """Raises behind its last batch."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self.loader
-        raise ValueError("at the end")
 
 
 class MakingAGenerator(Around):
