@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
-import multiprocessing
-import multiprocessing.context
 import random
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -563,36 +559,6 @@ def test_a_dataset_may_grow_between_epochs() -> None:
     assert sources.taken(loader) == torch_would
     assert len(loader) == 4
     assert loader.state_dict()["size"] == 8
-
-
-@pytest.mark.parametrize("cyclic", [False, True])
-def test_a_dropped_loader_ends_its_workers_at_once(
-    cyclic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sources.be_patient(monkeypatch)
-    gc.collect()  # what other tests have left
-    others = set(multiprocessing.active_children())
-    loader = midepoch.wrap(DataLoader(TensorDataset(torch.arange(64)), batch_size=4, num_workers=2), seed=0)
-    batches = iter(loader)
-    next(batches)
-    workers = set(multiprocessing.active_children()) - others
-    assert len(workers) == 2
-    if cyclic:  # as in a trainer, which refers to its callbacks and they to it
-        trainer: list[object] = [loader, batches]
-        trainer.append(trainer)
-        del trainer
-    gc.disable()
-    try:
-        start = time.monotonic()
-        del loader, batches
-        if cyclic:
-            gc.collect()
-        assert time.monotonic() - start < sources.PATIENCE / 2
-    finally:
-        gc.enable()
-    for worker in workers:
-        worker.join(60)
-        assert not worker.is_alive()
 
 
 class ByAttribute(Sampler[int]):

@@ -150,7 +150,7 @@ def test_states_round_trip(target: str) -> None:
 
 
 @pytest.mark.long  # of the fuzzing program alone
-def test_crashes_hangs_and_large_allocations_are_told_with_what_repeats_them() -> None:
+def test_crashes_and_hangs_are_told_with_what_repeats_them() -> None:
     outcome = fuzz.run("broken", 1, 10, patience=2.0)
     assert (len(outcome.crashed), len(outcome.hung), len(outcome.wrong)) == (1, 1, 2)
     assert (outcome.mutations, outcome.continued) == (10, 6)
@@ -202,7 +202,7 @@ PLACED = [
 
 
 @pytest.mark.parametrize("target", PLACED)
-def test_a_place_that_was_edited_around_the_source_s_own_part_is_refused(target: str) -> None:
+def test_a_place_edited_around_the_sources_part_is_refused(target: str) -> None:
     _skip_without(NEEDS.get(target, "torch"))
     bases = fuzzer(target).bases
     good, elsewhere = bases[1], bases[2]
@@ -230,7 +230,7 @@ def test_a_combination_s_parts_are_those_of_its_own_mode() -> None:
         zipped.load_state_dict(midepoch.reseal({**other, "fingerprint": fingerprint}))
 
 
-def test_a_combination_is_not_continued_under_another_seed_s_draws() -> None:
+def test_a_combination_is_not_continued_under_another_seed() -> None:
     """Its parts stand where the draws of the state's own seed have led them."""
     from support import sources
 

@@ -103,7 +103,7 @@ ENDLESS: dict[str, tuple[Made, str, bool]] = {
 @pytest.mark.filterwarnings("default::midepoch.MidepochWarning")
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("name", ENDLESS)
-def test_an_endless_iterator_over_several_epochs_is_exact_or_told(name: str, first: int, tmp_path: Path) -> None:
+def test_an_endless_iterator_over_epochs_is_exact_or_told(name: str, first: int, tmp_path: Path) -> None:
     """`first`: the epoch from which on it is read. Told are those who were not ended, too, before anything is lost."""
     make_it, where, is_exact = ENDLESS[name]
 

@@ -41,7 +41,7 @@ def survived(backend: str, kills: int, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "backend", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in chaos.BACKENDS]
 )
-def test_a_job_that_is_killed_until_it_is_done_misses_and_repeats_nothing(backend: str, tmp_path: Path) -> None:
+def test_a_job_killed_until_it_is_done_misses_nothing(backend: str, tmp_path: Path) -> None:
     kills = 500 if LONG else 3
     counts = survived(backend, kills, tmp_path)
     assert counts["kills"] >= kills and counts["samples"] >= chaos.SIZE * chaos.EPOCHS
@@ -54,7 +54,7 @@ def test_a_job_that_is_killed_until_it_is_done_misses_and_repeats_nothing(backen
         pytest.param("changing", "differs when it is made", marks=pytest.mark.long),
     ],
 )
-def test_a_loader_that_is_wrong_is_found_and_how_to_see_it_again_is_said(backend: str, problem: str) -> None:
+def test_a_loader_that_is_wrong_is_found(backend: str, problem: str) -> None:
     command = [sys.executable, chaos.__file__, "--backend", backend, "--kills", "30", "--seed", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
@@ -63,7 +63,7 @@ def test_a_loader_that_is_wrong_is_found_and_how_to_see_it_again_is_said(backend
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_an_agent_that_lost_its_signal_is_told_from_a_job_that_hangs(tmp_path: Path, lost: bool) -> None:
+def test_an_agent_that_lost_its_signal_does_not_hang(tmp_path: Path, lost: bool) -> None:
     """Torch's agent raises in its handler; Python drops that from the functions that frame a fork."""
 
     def agent() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import json
@@ -15,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lightning_job
 import psutil
 import pytest
 import torch
@@ -24,66 +22,8 @@ from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch import World
-from midepoch.reading import workers as serving
 from support import forking, sources
 from support.places import TESTS
-
-# --- Lightning ---
-
-
-def run_lightning(folder: Path, phase: str, kill_at: int, *checkpoint: str) -> int:
-    """One job of two processes; returns the exit code of the one that was started here."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    environment["GLOO_SOCKET_IFNAME"] = "lo"
-    environment["OMP_NUM_THREADS"] = "1"
-    command = [lightning_job.__file__, str(folder), phase, str(kill_at), *checkpoint]
-    # A session of its own, so that what a killed job has left can be ended with it.
-    process = forking.Program(command, modules=["lightning"], env=environment, merged=True, new_session=True)
-    try:
-        output, _ = process.communicate(timeout=180)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode is not None
-    if kill_at < 0:
-        assert process.returncode == 0, output
-    return process.returncode
-
-
-def received(folder: Path, phase: str) -> list[list[Any]]:
-    """The batches of each rank."""
-    return [
-        [json.loads(line) for line in (folder / f"{phase}-{rank}").read_text().splitlines()]
-        for rank in range(lightning_job.RANKS)
-    ]
-
-
-@pytest.fixture(scope="module")
-def expected() -> list[list[Any]]:
-    """What an uninterrupted run gives each rank in two epochs, without Lightning."""
-    ranks = []
-    for rank in range(lightning_job.RANKS):
-        source = sources.noisy_loader(lightning_job.SIZE, batch_size=lightning_job.BATCH_SIZE)
-        loader = midepoch.wrap(source, seed=5, world=World(rank, lightning_job.RANKS))
-        ranks.append([batch for _ in range(lightning_job.EPOCHS) for batch in sources.taken(loader)])
-    return ranks
-
-
-@pytest.mark.long  # the example of the docs is killed and continued, too
-def test_a_lightning_job_is_killed_and_continued_by_its_own_checkpoint(
-    expected: list[list[Any]], tmp_path: Path
-) -> None:
-    killed_at, saved_at = 5, lightning_job.SAVED_AT
-    assert run_lightning(tmp_path, "killed", killed_at) != 0
-    before = received(tmp_path, "killed")
-    assert before == [batches[:killed_at] for batches in expected], "each rank sees its part"
-    assert [len(batches) for batches in expected] == [12, 12]
-    run_lightning(tmp_path, "resumed", -1, str(tmp_path / f"step={saved_at}.ckpt"))
-    after = received(tmp_path, "resumed")
-    assert after == [batches[saved_at:] for batches in expected], "the rest of the epoch, and the next one"
-
 
 # --- a loop that passes over bad samples ---
 
@@ -119,7 +59,7 @@ for epoch in snapshot.epochs(2):
 """
 
 
-def test_a_job_that_passes_over_bad_samples_is_killed_and_goes_on(tmp_path: Path) -> None:
+def test_a_job_that_passes_over_bad_samples_is_killed(tmp_path: Path) -> None:
     def start(folder: Path, kill_at: int) -> int | None:
         folder.mkdir(exist_ok=True)
         job = forking.Program(["-c", SALVAGING, str(TESTS), str(kill_at)], cwd=folder)
@@ -182,7 +122,7 @@ ANOTHER = GIVEN_UP + "the next one begins another epoch"
         ("looks, loaded first", 6, ANOTHER, "drops the rest of the resumed epoch 1"),
     ],
 )
-def test_a_job_that_looks_at_a_batch_before_its_loop_is_killed_and_goes_on(
+def test_a_job_that_looks_at_a_batch_first_is_killed(
     how: str, lost: int, first: str, later: str, tmp_path: Path
 ) -> None:
     def start(folder: Path, how: str, kill_at: int) -> list[str]:
@@ -231,7 +171,7 @@ while loader.epoch < 3:
 """
 
 
-def test_a_job_that_sets_an_epoch_too_high_is_killed_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_job_that_sets_an_epoch_too_high_is_killed(tmp_path: Path) -> None:
     def start(folder: Path, kill_at: int) -> str:
         folder.mkdir(exist_ok=True)
         job = forking.Program(["-c", COUNTING, str(TESTS), str(kill_at)], cwd=folder)
@@ -270,7 +210,7 @@ def test_a_loader_wrapped_before_the_processes_are_spawned(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_rank_that_multiprocessing_started_ends_with_its_workers_when_it_fails(method: str, tmp_path: Path) -> None:
+def test_a_failing_rank_ends_with_its_workers(method: str, tmp_path: Path) -> None:
     """Workers outlive signals as long as their rank wants them; nothing of atexit's runs in such a process."""
     context: Any = multiprocessing.get_context(method)
     rank = context.Process(target=sources.fail_in_an_epoch, args=(str(tmp_path / "snapshot.pt"),))
@@ -292,7 +232,7 @@ def finish_an_epoch(path: str) -> None:
     list(loader)
 
 
-def test_a_rank_that_multiprocessing_started_ends_well_with_persistent_workers(tmp_path: Path) -> None:
+def test_a_rank_ends_well_with_persistent_workers(tmp_path: Path) -> None:
     """torch takes a worker that dies of the signal that ends it for one that was killed."""
     codes = []
     for _ in range(8):
@@ -393,29 +333,13 @@ def test_other_processes_have_no_signals_blocked(method: str, tmp_path: Path) ->
     assert done.stdout.split("\n")[0] == "[] []", done.stderr
 
 
-def test_an_error_out_of_a_handler_leaves_no_signal_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = signal.pthread_sigmask
-
-    def blocks_and_raises(how: int, numbers: Any) -> Any:
-        before = block(how, numbers)
-        if how == signal.SIG_BLOCK and numbers:
-            raise RuntimeError("of a handler")
-        return before
-
-    monkeypatch.setattr(signal, "pthread_sigmask", blocks_and_raises)
-    monkeypatch.setattr(serving, "signals_in_hand", {int(signal.SIGUSR1)})
-    with pytest.raises(RuntimeError, match="of a handler"), serving._starting(DataLoader([1])):  # type: ignore[arg-type]
-        pass
-    assert block(signal.SIG_BLOCK, ()) == set()
-
-
 def die(worker: int) -> None:
     if worker == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("kind", ["DataLoader", "StatefulDataLoader"])
-def test_a_worker_that_dies_while_it_starts_is_told_of_without_a_snapshot_too(kind: str) -> None:
+def test_a_worker_that_dies_while_it_starts_is_told_of(kind: str) -> None:
     loaders: Any = torch.utils.data
     if kind == "StatefulDataLoader":
         loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")

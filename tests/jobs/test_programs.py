@@ -1,7 +1,7 @@
 """Programs in the shapes of pytorch/examples and timm: how little changes in them, and that they survive being killed.
 
-`tests/jobs/programs/NAME_before.py` is a program as people write it, `NAME.py` the same with midepoch. program_job.py
-runs the latter, unchanged, and writes down all that it does.
+`tests/jobs/programs/NAME.py` is a program with midepoch, and `NAME.diff` what was changed in one as people write them.
+program_job.py runs the program, unchanged, and writes down all that it does.
 """
 
 from __future__ import annotations
@@ -79,8 +79,24 @@ FED = "torchft_ddp"  # test_torchft.py runs it, with a lighthouse
 
 
 def diff_of(name: str) -> str:
-    before, after = ((PROGRAMS / f"{name}{end}.py").read_text().splitlines() for end in ("_before", ""))
-    return "\n".join(list(difflib.unified_diff(before, after, n=1, lineterm=""))[2:])
+    return (PROGRAMS / f"{name}.diff").read_text().rstrip("\n")
+
+
+@pytest.mark.parametrize("name", [*NAMES, FED])
+def test_a_diff_leads_back_to_a_program_without_midepoch(name: str) -> None:
+    after = (PROGRAMS / f"{name}.py").read_text().splitlines()
+    before, reached = list[str](), 0
+    for hunk in re.split(r"^@@ ", diff_of(name), flags=re.MULTILINE)[1:]:
+        header, *lines = hunk.splitlines()
+        begins = int(header.partition("+")[2].partition(",")[0]) - 1
+        new = [line[1:] for line in lines if line[:1] != "-"]
+        assert after[begins : begins + len(new)] == new, hunk
+        before += [*after[reached:begins], *(line[1:] for line in lines if line[:1] != "+")]
+        reached = begins + len(new)
+    text = "\n".join([*before, *after[reached:]])
+    assert "midepoch" not in text
+    assert list(difflib.unified_diff(text.splitlines(), after, n=1, lineterm=""))[2:] == diff_of(name).splitlines()
+    compile(text, name, "exec")
 
 
 def changed_lines(name: str) -> int:
@@ -197,7 +213,7 @@ class Job:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_program_that_is_killed_does_what_an_undisturbed_one_does(name: str, tmp_path: Path) -> None:
+def test_a_killed_program_does_what_an_undisturbed_one_does(name: str, tmp_path: Path) -> None:
     """Batches, learning rates, losses, weights and what the model gives, bit for bit."""
     job = Job(name, tmp_path / "job")
     learning_rates = {event[1][0] for event in job.whole[0] if event[0] == "step"}
@@ -283,7 +299,7 @@ def test_a_program_goes_on_with_another_number_of_ranks(name: str, ranks: int, t
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", DISTRIBUTED)
-def test_a_program_goes_on_with_another_number_of_ranks_twenty_times(name: str, tmp_path: Path) -> None:
+def test_a_program_goes_on_with_other_ranks_twenty_times(name: str, tmp_path: Path) -> None:
     draws, places = random.Random(name), sorted({kill[0] for kill in SHAPES[name].kills})
     most = happenings(undisturbed(name, 2, OPTIONS.get(name, ""))[0])
     for number in range(20):

@@ -1,4 +1,4 @@
-"""Jobs under torchrun: workers are killed, machines are lost, cut off and come back, and each batch is made once."""
+"""Jobs under torchrun: workers are killed, machines are lost and come back, and each batch is made once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +23,18 @@ MODULES = ("torch.distributed.run", "torch._dynamo")  # the first optimizer impo
 class Job:
     """torchrun on this machine, in a session of its own."""
 
-    def __init__(
-        self, folder: Path, processes: int, *options: str, launcher: tuple[str, ...] = (), host: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, folder: Path, processes: int, *options: str, launcher: tuple[str, ...] = ()) -> None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         environment = {name: value for name, value in os.environ.items() if name not in names}
         # Restarted workers must not find the addresses of those before them, as they would in the agent's store.
         environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
-        environment |= {"GLOO_SOCKET_IFNAME": "eth0" if host else "lo", "OMP_NUM_THREADS": "1"}
+        environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        environment["PYTHON_EXEC"] = forking.executable(*MODULES)
         launcher = launcher or ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
-        # What is forked is in the network of the process that it is forked from, not of the host.
         torchrun = ["-m", "torch.distributed.run", *launcher, f"--nproc-per-node={processes}"]
         command = [*torchrun, torchrun_job.__file__, str(folder), *options]
         self.folder = folder
-        if not host:
-            environment["PYTHON_EXEC"] = forking.executable(*MODULES)
-            self.process: Any = forking.Program(
-                command, modules=MODULES, env=environment, merged=True, new_session=True
-            )
-        else:
-            self.process = subprocess.Popen(
-                [*host, sys.executable, *command],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
+        self.process = forking.Program(command, modules=MODULES, env=environment, merged=True, new_session=True)
 
     def wait(self) -> str:
         try:
@@ -120,29 +102,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[An
     found = global_batches(folder)
     assert len(found) == 40
     return found
-
-
-@pytest.mark.long  # the example of the docs is killed and started again by torchrun, too
-def test_killed_workers_are_started_again_by_torchrun(uninterrupted: dict[int, list[Any]], tmp_path: Path) -> None:
-    launcher = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--max-restarts=5", "--monitor-interval=0.2")
-    job = Job(tmp_path, 2, launcher=launcher)
-    for kill in range(2):
-        wait_for(lambda kill=kill: sum("pid" in each for each in events(tmp_path)) >= 2 * kill + 2, job)
-        wait_for((tmp_path / "snapshot.pt").exists, job)
-        time.sleep(0.15)
-        os.kill(pids(tmp_path, 2)[kill], signal.SIGKILL)
-    output = job.wait()
-    assert job.process.returncode == 0, output
-    assert global_batches(tmp_path) == uninterrupted
-    starts = [event for event in events(tmp_path) if "pid" in event]
-    assert [event["resumed"] for event in starts].count(True) >= 2
-    ends = [event for event in events(tmp_path) if "finished" in event]
-    assert len({event["weights"] for event in ends}) == 1
-    # The process's own generators go on too: whatever was drawn at a step is drawn when it is made again.
-    own: dict[tuple[int, int], Any] = {}
-    for event in events(tmp_path):
-        if "step" in event:
-            assert own.setdefault((event["step"], event["rank"]), event["own"]) == event["own"]
 
 
 def test_a_signal_to_one_process_ends_all_after_the_same_batch(
@@ -224,108 +183,6 @@ def test_machines_that_come_and_go(uninterrupted: dict[int, list[Any]], tmp_path
     assert {event["world_size"] for event in began[:before]} >= {2, 3}
     assert {event["world_size"] for event in began[before:]} == {1}
     assert began[-1]["resumed"] and began[-1]["steps"] > 0
-
-
-@pytest.fixture
-def network() -> Iterator[Network]:
-    try:
-        network = Network(3)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no network namespaces can be made here, which needs root and iproute2: {error}")
-    yield network
-    network.close()
-
-
-class Network:
-    """Hosts in network namespaces of their own, each with a cable to one switch."""
-
-    def __init__(self, hosts: int) -> None:
-        self._switch = f"midepoch-{os.getpid()}-switch"
-        self._hosts = [f"midepoch-{os.getpid()}-{host}" for host in range(hosts)]
-        try:
-            self._ip("netns", "add", self._switch)
-            self._ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
-            self._ip("-n", self._switch, "link", "set", "bridge", "up")
-            for host, name in enumerate(self._hosts):
-                self._ip("netns", "add", name)
-                port = ("link", "add", f"port{host}", "type", "veth", "peer", "name", "eth0", "netns", name)
-                self._ip("-n", self._switch, *port)
-                self._ip("-n", self._switch, "link", "set", f"port{host}", "master", "bridge", "up")
-                self._ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
-                self._ip("-n", name, "link", "set", "eth0", "up")
-                self._ip("-n", name, "link", "set", "lo", "up")
-        except (OSError, subprocess.CalledProcessError):
-            self.close()
-            raise
-
-    @staticmethod
-    def address(host: int) -> str:
-        return f"10.77.0.{host + 1}"
-
-    def on(self, host: int) -> tuple[str, ...]:
-        """What a command begins with that runs on a host."""
-        return ("ip", "netns", "exec", self._hosts[host])
-
-    def cut(self, host: int) -> None:
-        """From now on nothing that is sent to or by the host arrives, and nobody is told."""
-        self._ip("-n", self._switch, "link", "set", f"port{host}", "nomaster")
-
-    def mend(self, host: int) -> None:
-        self._ip("-n", self._switch, "link", "set", f"port{host}", "master", "bridge")
-
-    def close(self) -> None:
-        for name in (*self._hosts, self._switch):
-            with contextlib.suppress(OSError, subprocess.CalledProcessError):
-                self._ip("netns", "delete", name)
-
-    @staticmethod
-    def _ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
-
-
-# A minute, most of it waiting for time limits. Without it: machines that go and join, above; a silent process, below.
-@pytest.mark.long
-def test_a_machine_that_is_cut_off_and_comes_back(
-    uninterrupted: dict[int, list[Any]], network: Network, tmp_path: Path
-) -> None:
-    """Three hosts with an agent each. One's packets are lost from one instant on, which no process is told of."""
-
-    def start(host: int) -> Job:
-        launcher = (
-            "--nnodes=1:3", "--rdzv-id=cut", "--rdzv-backend=c10d", f"--rdzv-endpoint={network.address(0)}:29400",
-            "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=8,join_timeout=120,"
-            f"read_timeout=10,is_host={int(host == 0)}",
-            f"--local-addr={network.address(host)}", "--max-restarts=20", "--monitor-interval=0.2",
-        )  # fmt: skip
-        settings = ("--every=2", "--pause=0.02", "--timeout=5")
-        return Job(tmp_path, 1, *settings, launcher=launcher, host=network.on(host))
-
-    (tmp_path / "pause").write_text("0.8")
-    agents = [start(0), start(1), start(2)]
-    try:
-        wait_for(lambda: trained(tmp_path, 3), agents[0])
-        network.cut(2)
-        wait_for(lambda: trained(tmp_path, 2), agents[0])
-        before = len(starts(tmp_path))
-        (tmp_path / "pause").write_text("6")  # it takes a while until somebody tries again
-        network.mend(2)
-        # Its agent tries until it gets through; where it has given up, whoever started it starts another one.
-        if agents[2].process.poll() is not None:
-            agents[2] = start(2)
-
-        def together() -> list[dict[str, Any]]:
-            return [each for each in starts(tmp_path)[before:] if each["world_size"] == 3 and each["resumed"]]
-
-        wait_for(lambda: len(together()) >= 3, agents[0], 180)
-        finish(agents[0])
-    finally:
-        for agent in agents:
-            agent.kill()
-    assert global_batches(tmp_path) == uninterrupted
-    again = together()[0]["steps"]
-    assert again > 0
-    steps = [each for each in events(tmp_path) if each.get("world_size") == 3 and each.get("step", 0) > again]
-    assert {each["rank"] for each in steps} == {0, 1, 2}, "all three have trained together again"
 
 
 def finish(agent: Job) -> None:

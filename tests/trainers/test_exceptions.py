@@ -23,7 +23,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning_runs import Recorder, fit, mapped
 
 import midepoch
-from midepoch import MidepochWarning, Snapshot, SnapshotError, StateError, UnsupportedSourceError
+from midepoch import MidepochWarning, Snapshot, SnapshotError, StateError
 from support import forking
 
 LEFT_OUT = r"the state of 1 batches ago is not known .*The present state is saved.*pass remember=1"
@@ -126,11 +126,6 @@ def test_lightning_with_a_source_that_remembers(name: str, tmp_path: Path) -> No
         assert log == whole and not told, fail_at
 
 
-def test_lightning_with_several_of_which_one_does_not_is_refused() -> None:
-    with pytest.raises(UnsupportedSourceError, match=r"part 0 keeps its own state.*remember=1"):
-        fit([], functools.partial(SOURCES["several"], 0), told=[])
-
-
 @pytest.mark.parametrize("name", [name for name in SOURCES if name != "several"])
 def test_lightning_with_a_source_that_does_not(name: str, tmp_path: Path) -> None:
     make = functools.partial(SOURCES[name], 0)
@@ -217,45 +212,7 @@ def test_a_snapshot_in_a_finally_clause_that_cannot_be_saved(tmp_path: Path) -> 
         snapshot.save()  # no exception is being handled: it says so itself
 
 
-def test_a_disk_that_fails_while_an_exception_is_handled(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    snapshot = snapshot_of(tmp_path / "file", loader := midepoch.wrap([1, 2, 3]))
-    with pytest.raises(BadStepError), pytest.warns(MidepochWarning, match="was not saved after the BadStepError"):
-        try:
-            next(iter(loader))
-            raise BadStepError
-        finally:
-            snapshot.save()
-    with pytest.raises(SnapshotError):
-        snapshot.save()
-    # A run that begins in an `except` clause has no exception on its way.
-    try:
-        raise BadStepError
-    except BadStepError:
-        within = snapshot_of(tmp_path / "file", loader)
-        with pytest.raises(SnapshotError):
-            within.save()
-
-
-def test_an_exception_is_not_taken_for_an_earlier_one_whose_address_it_has(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    try:
-        raise BadStepError
-    except BadStepError as earlier:
-        address, snapshot = id(earlier), snapshot_of(tmp_path / "file", midepoch.wrap([1, 2, 3]))
-    others = [BadStepError()]  # kept, so that each takes another free place
-    while id(others[-1]) != address and len(others) < 100_000:
-        others.append(BadStepError())
-    if id(others[-1]) != address:
-        pytest.skip("the address is not used again")
-    with pytest.raises(BadStepError), pytest.warns(MidepochWarning, match="was not saved after the BadStepError"):
-        try:
-            raise others[-1]
-        finally:
-            snapshot.save()
-
-
-def test_a_snapshot_of_in_flight_batches_is_refused_where_no_exception_is_handled(tmp_path: Path) -> None:
+def test_a_snapshot_of_batches_in_flight_is_refused(tmp_path: Path) -> None:
     snapshot = snapshot_of(tmp_path, loader := midepoch.wrap(Sized()))
     batches = iter(loader)
     next(batches), next(batches)
@@ -337,7 +294,7 @@ def at_once(trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_checkpoint_that_the_trainer_saves_in_the_middle_of_a_step(accumulate: int, tmp_path: Path) -> None:
+def test_a_checkpoint_in_the_middle_of_the_trainers_step(accumulate: int, tmp_path: Path) -> None:
     """As on SIGTERM, with enable_jit_checkpoint: what was read for this step is given again."""
     whole: list[Any] = []
     settings = {"gradient_accumulation_steps": accumulate, "enable_jit_checkpoint": True}

@@ -124,7 +124,7 @@ def test_what_the_steps_draw_goes_on(hook: str, tmp_path: Path) -> None:
         assert log == whole, at
 
 
-def test_generators_are_left_alone_where_that_is_wanted_and_refused_where_they_are_damaged(tmp_path: Path) -> None:
+def test_generators_are_left_alone_or_refused(tmp_path: Path) -> None:
     path, log = tmp_path / "cut.ckpt", list[Any]()
     with pytest.raises(Killed):
         fit(log, mapped, callbacks=(Saver("on_train_batch_end", 2, path),))
@@ -215,12 +215,6 @@ def test_validation_options(settings: dict[str, Any], hook: str, tmp_path: Path)
     check_every_cut(tmp_path, hook, mapped, VALIDATION["two"], **settings)
 
 
-@pytest.mark.parametrize("limit", [1, 2])
-@pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_validation_start"])
-def test_validations_of_fewer_batches_than_there_are(limit: int, hook: str, tmp_path: Path) -> None:
-    check_every_cut(tmp_path, hook, mapped, VALIDATION["two"], limit_val_batches=limit, val_check_interval=2)
-
-
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_wrapped_loader_outside_of_fit(exact: bool) -> None:
     class Model(Recorder):
@@ -264,26 +258,6 @@ def test_a_validation_of_unwrapped_loaders_begins_anew(tmp_path: Path) -> None:
     assert trained[0] == trained[1]
 
 
-def test_a_validation_with_a_loader_that_is_not_wrapped_is_begun_again(tmp_path: Path) -> None:
-    mixed = lambda: [mapped(6, 7), DataLoader(Noisy(4, 8), batch_size=2)]
-    whole: list[Any] = []
-    fit(whole, mapped, mixed)
-    # In the first validation, after five batches of training: in the wrapped loader, between the two, in the other.
-    for cut in range(1, 6):
-        log: list[Any] = []
-        with pytest.raises(Killed):
-            fit(log, mapped, mixed, callbacks=(Saver("on_validation_batch_end", cut, tmp_path / "a.ckpt"),))
-        assert len(log) == 5 + cut
-        log = log[:5]
-        fit(log, mapped, mixed, checkpoint=tmp_path / "a.ckpt")
-        assert numbers_in(log) == numbers_in(whole), cut
-
-
-def numbers_in(log: list[Any]) -> list[Any]:
-    """Without what was drawn at random, which a loader that is not wrapped draws as it likes."""
-    return [[each[0], each[1], each[2], [sample[1] for sample in each[3]]] for each in log]
-
-
 # --- where loaders come from ---
 
 
@@ -323,17 +297,6 @@ def test_model_checkpoint(tmp_path: Path) -> None:
         log = []
         fit(log, mapped, checkpoint=tmp_path / f"step={step}.ckpt")
         assert log == whole[step:]
-
-
-def test_the_same_trainer_fits_twice(tmp_path: Path) -> None:
-    log: list[Any] = []
-    loader = mapped()
-    trainer = fit(log, lambda: loader, max_epochs=1)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(Recorder(log), loader)
-    whole: list[Any] = []
-    fit(whole, mapped, max_epochs=2)
-    assert [each[3] for each in log] == [each[3] for each in whole]
 
 
 # --- what is told ---
@@ -386,19 +349,6 @@ def test_other_loaders_are_refused(tmp_path: Path) -> None:
         fit([], TRAIN["dict"], VALIDATION["two"], checkpoint=tmp_path / "a.ckpt")
 
 
-def test_the_progress_bar_stands_where_the_epoch_does(tmp_path: Path) -> None:
-    seen: list[int] = []
-
-    class Bar(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            seen.append(batch_idx)
-
-    with pytest.raises(Killed):
-        fit([], mapped, callbacks=(Saver("on_train_batch_end", 3, tmp_path / "a.ckpt"),))
-    fit([], mapped, callbacks=(Bar(),), checkpoint=tmp_path / "a.ckpt", max_epochs=1)
-    assert seen == [3, 4]
-
-
 # --- on several processes, and another number of them ---
 
 
@@ -441,20 +391,6 @@ def test_another_number_of_processes(tmp_path: Path) -> None:
     parts = [steps_of(tmp_path, phase) for phase in ("two", "three", "one")]
     assert [len(part) for part in parts] == [4, 4, 4]
     assert [step for part in parts for step in part] == whole, "data, and Lightning's epochs and batch numbers"
-
-
-@pytest.mark.long
-def test_what_each_process_draws_goes_on(tmp_path: Path) -> None:
-    job(tmp_path, "whole", 2)
-    job(tmp_path, "first", 2, "--stop", "4")
-    job(tmp_path, "second", 2, "--seed", "77", "--checkpoint", str(tmp_path / "first.ckpt"))
-    for rank in range(2):
-        drawn = [(tmp_path / f"drawn-{phase}-{rank}").read_text() for phase in ("whole", "first", "second")]
-        assert drawn[1] + drawn[2] == drawn[0]
-    job(tmp_path, "third", 3, "--seed", "77", "--checkpoint", str(tmp_path / "first.ckpt"))
-    drawn = [(tmp_path / f"drawn-third-{rank}").read_text() for rank in range(3)]
-    assert drawn[0] == (tmp_path / "drawn-second-0").read_text()
-    assert len({line.split()[1] for each in drawn for line in each.splitlines()}) == 3 * 8
 
 
 def test_each_process_gets_its_part_of_somebodys_iterable(tmp_path: Path) -> None:
@@ -500,12 +436,3 @@ def test_another_number_of_processes_without_the_callback(tmp_path: Path) -> Non
     assert "by its own counts" in printed and "ExactResume()" in printed
 
 
-def test_an_interrupted_validation_is_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = functools.partial(fit, train=mapped, validation=VALIDATION["two"], val_check_interval=2)
-    for hook, told in (("on_validation_batch_end", 1), ("on_train_batch_end", 0)):
-        with pytest.raises(Killed):
-            run([], callbacks=(Saver(hook, 3, tmp_path / "a.ckpt"),))
-        caplog.clear()
-        with caplog.at_level("INFO", "midepoch"):
-            run([], checkpoint=tmp_path / "a.ckpt")
-        assert caplog.text.count("the validation that was interrupted is run from its start") == told

@@ -16,11 +16,9 @@ pytest.importorskip("lightning", reason="Lightning is not installed")
 
 
 from lightning.pytorch.callbacks import Callback, Timer
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_runs import TRAIN, Killed, Make, Peeking, Recorder, Saver, fit, mapped, unknown
 
-import midepoch
 from midepoch.trainers.lightning import ExactResume
 
 NAMED = r"resumes this loader from .* by its own counts, which may not be exact: add .*ExactResume\(\) to the trainer's"
@@ -108,7 +106,7 @@ class Case:
 
 
 @pytest.mark.parametrize("settings", [{}, {"limit_train_batches": 4}, {"accumulate_grad_batches": 2}], ids=str)
-def test_a_run_that_resumes_in_the_middle_of_an_epoch_is_exact_and_told_once(
+def test_a_resume_within_an_epoch_is_exact_and_told_once(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     case = Case(tmp_path, mapped, **settings)
@@ -184,36 +182,7 @@ def test_it_is_named_where_it_is_needed_and_mends_it(name: str, tmp_path: Path) 
     assert not mended.told
 
 
-class RestoresLate(SingleDeviceStrategy):
-    """As the strategies of sharded models, which read a checkpoint when the optimizers have been made."""
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-
-def test_loaders_that_were_made_before_a_late_checkpoint(tmp_path: Path) -> None:
-    class Late(Case):
-        def _fit(self, log: list[Any], **settings: Any) -> Any:
-            return super()._fit(log, strategy=RestoresLate(device="cpu"), **settings)
-
-    case = Late(tmp_path, mapped, module=HooksPeeking)
-    assert case.cut("on_train_batch_end", 3)
-    assert not case.exact and case.named
-
-
-def test_it_is_told_once_of_several_loaders(tmp_path: Path) -> None:
-    case = Case(tmp_path, TRAIN["dict"])
-    case.stop(max_steps=3)
-    assert case.named
-
-
 # --- the scenarios of Lightning's own test of loaders that are saved and restored -------------------------------------
-
-
-def numbers(batch: Any) -> Any:
-    """The first sample of each loader's batch."""
-    return [numbers(each) for each in batch] if isinstance(batch[0][0], list) else batch[0][:2]
 
 
 LOADERS: dict[str, tuple[Make, int]] = {
@@ -257,7 +226,7 @@ def test_two_steps_and_then_two_more(name: str, exact: bool, tmp_path: Path) -> 
         assert exact or any("ExactResume" in each for each in told)
 
 
-def test_a_checkpoint_without_the_callback_of_loaders_not_all_wrapped(tmp_path: Path) -> None:
+def test_a_checkpoint_of_loaders_not_all_wrapped(tmp_path: Path) -> None:
     """The callback leaves them to Lightning, which had saved them."""
     make = LOADERS["mixed"][0]
     whole: list[Any] = []
@@ -280,13 +249,3 @@ def test_the_callback_is_found_where_it_is_one_of_the_users_own(tmp_path: Path) 
     assert len(log) == 10 and not told
 
 
-def test_a_loader_of_ours_is_asked_for_nothing_else() -> None:
-    """What is looked at belongs to Lightning's loop of epochs; others with methods of these names are left alone."""
-
-    class Loop:
-        def setup_data(self) -> Any:
-            from lightning.pytorch.utilities.combined_loader import CombinedLoader
-
-            return iter(CombinedLoader([midepoch.wrap(bare())]))
-
-    assert Loop().setup_data() is not None

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import midepoch
-from midepoch.trainers.ignite import refuse_to_be_skipped
 from support import forking
 
 JOB = Path(__file__).parent / "skipping_job.py"
@@ -57,26 +54,10 @@ def test_engines_that_do_not_skip_are_exact(kind: str, tmp_path: Path) -> None:
         assert found == whole and not told and not later, cut
 
 
-def test_a_deterministic_engine_that_was_ended_and_runs_again_is_refused(tmp_path: Path) -> None:
+def test_a_deterministic_engine_that_runs_again_is_refused(tmp_path: Path) -> None:
     """In one process, without any load: it would skip batches of the loader's next epoch."""
     found, told = run("ignite", tmp_path, 3, "again")
     assert len(found) == 3 and "about to skip 3 batches" in told
-
-
-@pytest.mark.parametrize("iteration", [0, 3])
-@pytest.mark.parametrize("of_known_length", [False, True])
-def test_how_many_batches_an_engine_skips_is_known_of_any_length(iteration: int, of_known_length: bool) -> None:
-    """An empty epoch has no batches to count in, and a generator function tells no length."""
-    loader = midepoch.wrap([] if of_known_length else lambda: iter(range(5)), seed=0)
-
-    def _from_iteration(iteration: int) -> None:
-        refuse_to_be_skipped(loader, sys._getframe())
-
-    if not iteration:
-        _from_iteration(iteration)
-        return
-    with pytest.raises(midepoch.UnsupportedSourceError, match="is about to skip 3 batches"):
-        _from_iteration(iteration)
 
 
 # --- Accelerate -------------------------------------------------------------------------------------------------------

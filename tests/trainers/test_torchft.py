@@ -74,23 +74,11 @@ def test_killed_groups_lose_and_repeat_no_sample(
     assert outcome.kills.total() >= 1
 
 
-# The short form has peers in test_live.py, and ranks of a group that are killed above.
-@pytest.mark.long
-def test_tensor_parallel_peers_in_groups_that_are_killed_get_equal_batches(tmp_path: Path) -> None:
-    """Each process compares its gradients with its peer's, in every step."""
-    outcome = kills.run_job(
-        tmp_path, 2, 3, groups=2, ranks=2, peers=True, asynchronous=True, size=200, limit=100,
-        points=("chosen", "allreduce", "voted"), settle=4,
-    )  # fmt: skip
-    exact(outcome, 4)
-    assert outcome.kills.total() >= 1
-
-
 @pytest.mark.parametrize(
     ("dead", "outages", "seed"),
     [(1, 1, 2), *(pytest.param(6, 4, seed, marks=pytest.mark.long) for seed in range(11, 17))],
 )
-def test_a_lighthouse_that_is_killed_and_comes_back_loses_no_sample(
+def test_a_lighthouse_that_is_killed_loses_no_sample(
     dead: int, outages: int, seed: int, tmp_path: Path
 ) -> None:
     outcome = kills.run_job(
@@ -146,10 +134,8 @@ def test_the_example_is_killed_and_goes_on(tmp_path: Path) -> None:
     assert state["manager"]["step"] >= 50
 
 
-# The first one is the program as people write it: it shows that the second one differs in what is told alone.
-@pytest.mark.parametrize("name", [pytest.param("torchft_ddp_before", marks=pytest.mark.long), "torchft_ddp"])
-def test_a_program_in_the_shape_of_train_ddp_trains_in_two_groups(name: str, tmp_path: Path) -> None:
-    script = TESTS / "jobs" / "programs" / f"{name}.py"
+def test_a_program_in_the_shape_of_train_ddp(tmp_path: Path) -> None:
+    script = TESTS / "jobs" / "programs" / "torchft_ddp.py"
     stores, groups = [], []
     with kills.lighthouse(2, patience=5000) as address:
         for group in range(2):
@@ -166,22 +152,6 @@ def test_a_program_in_the_shape_of_train_ddp_trains_in_two_groups(name: str, tmp
     first, second = (torch.load(tmp_path / f"model_{group}.pt") for group in range(2))
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert all("[30] loss" in each and "2 groups" in each for each in said)
-
-
-# What is killed where, in all combinations: the short form above keeps that a group dies, rolls back, heals and counts.
-@pytest.mark.long
-@pytest.mark.parametrize("point", kills.POINTS)
-@pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (2, 0), (2, 2)])
-def test_kills_at_each_point(point: str, asynchronous: bool, ranks: int, workers: int, tmp_path: Path) -> None:
-    # Groups that die as they heal must have died elsewhere before.
-    points = (point, "chosen") if point in ("healing", "sending") else (point,)
-    outcome = kills.run_job(
-        tmp_path, 8, 5, groups=3, ranks=ranks, workers=workers, asynchronous=asynchronous, size=1800, points=points,
-        limit=300,
-    )  # fmt: skip
-    exact(outcome, 3 * ranks)
-    assert outcome.kills[point] >= 1
 
 
 # --- Managers in this process -----------------------------------------------------------------------------------------
@@ -247,7 +217,7 @@ def _note(begun: list[int], start_quorum: Any) -> None:
     start_quorum()
 
 
-def test_the_feed_alone_begins_quorums_and_counts_what_is_voted_for(managers: Managers) -> None:
+def test_the_feed_begins_quorums_and_counts_votes(managers: Managers) -> None:
     for asynchronous in (False, True):
         manager = managers(use_async_quorum=asynchronous, init_sync=asynchronous)
         begun: list[int] = []
@@ -387,7 +357,7 @@ def _failing_once(manager: Manager, vote: Any) -> Any:
     return should_commit
 
 
-def test_groups_that_drop_the_rest_of_an_epoch_begin_the_next_one(pair: Managers) -> None:
+def test_groups_that_drop_an_epochs_rest_begin_the_next_one(pair: Managers) -> None:
     """Less is left on disk than a global batch of the groups that go on, and the first step of the next epoch fails."""
 
     def make() -> Loader:
@@ -438,7 +408,7 @@ class Groups:
 
 
 @pytest.mark.parametrize("options", [{}, {"tail": None, "global_batch": 8}])
-def test_a_group_without_samples_gets_a_batch_that_does_not_count(pair: Managers, options: Any) -> None:
+def test_a_group_without_samples_gets_a_batch_of_no_weight(pair: Managers, options: Any) -> None:
     groups = Groups([pair(f"group_{number}") for number in range(2)], [wrapped(9, **options) for _ in range(2)])
     groups.train(2)
     assert not groups.errors
@@ -447,13 +417,6 @@ def test_a_group_without_samples_gets_a_batch_that_does_not_count(pair: Managers
     assert [second[0], second[2]] == [([4, 5, 6, 7], 1.0)] * 2
     assert [(len(batch), weight) for batch, weight in (second[1], second[3])] == [(4, 0.0)] * 2
     assert len(second) == 4
-
-
-def test_a_source_smaller_than_the_groups_is_read_by_one(pair: Managers) -> None:
-    groups = Groups([pair(f"group_{number}") for number in range(2)], [wrapped(1) for _ in range(2)])
-    groups.train(3)
-    assert not groups.errors
-    assert sorted(groups.rows) == [[([0], 0.0)] * 3, [([0], 2.0)] * 3]
 
 
 def test_drop_last_ends_the_epoch_for_all_groups(pair: Managers) -> None:
@@ -465,14 +428,6 @@ def test_drop_last_ends_the_epoch_for_all_groups(pair: Managers) -> None:
     assert sorted(sample for rows in groups.rows for batch, weight in rows if weight for sample in batch) == sorted(
         list(range(16)) * 2
     )
-
-
-def test_an_epoch_without_a_global_batch_is_an_error_and_no_loop(managers: Managers) -> None:
-    manager = managers()
-    source: Any = DataLoader(range(3), batch_size=4, drop_last=True)  # type: ignore[arg-type]
-    batches = feed(manager, midepoch.wrap(source, seed=1, world=World(), tail="uneven"))
-    with pytest.raises(MidepochError, match=r"less than one global batch of 1 groups.*drop_last=False"):
-        next(iter(batches))
 
 
 def test_a_manager_is_fed_once(managers: Managers) -> None:
@@ -527,7 +482,7 @@ class Mistaken:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_quorum_with_the_number_of_the_former_one_leaves_nobody_out(managers: Managers, asynchronous: bool) -> None:
+def test_a_quorum_with_the_formers_number_leaves_nobody_out(managers: Managers, asynchronous: bool) -> None:
     """As after a lighthouse has come back. A Manager keeps its process group then, in which who has joined is not."""
     managers.patience = 1.0
     made: list[Manager] = []
@@ -567,21 +522,6 @@ def test_a_quorum_with_the_number_of_the_former_one_leaves_nobody_out(managers: 
     assert voted.count((3, 1.0)) >= 6
 
 
-def test_a_quorum_with_the_number_of_one_whose_vote_failed_fails_too(managers: Managers) -> None:
-    """As after a lighthouse has come back. Its process group may still have calls of the step that failed."""
-    manager = managers()
-    manager._client = Mistaken(manager, lambda quorum: manager._commit_failures > 0)
-    batches = feed(manager, wrapped())
-    each, votes = iter(batches), []
-    for number in range(4):
-        next(each)
-        if number == 1:
-            manager.report_error(RuntimeError("a link broke"))
-        votes.append(manager.should_commit())
-    assert votes == [True, False, False, True]
-    assert batches.position == 8
-
-
 class Late:
     """A Manager's client. Once, it is not told to heal, as with a quorum of a lighthouse that has died since."""
 
@@ -600,7 +540,7 @@ class Late:
         return types.SimpleNamespace(**{**told, "heal": False})
 
 
-def test_a_group_that_is_behind_fails_the_step_and_is_healed_in_the_next(pair: Managers) -> None:
+def test_a_group_that_is_behind_is_healed_in_the_next_step(pair: Managers) -> None:
     made = [pair(f"group_{number}") for number in range(2)]
     made[0].load_state_dict({"step": 3, "batches_committed": 3})
     made[1]._client = late = Late(made[1])
@@ -615,7 +555,7 @@ def test_a_group_that_is_behind_fails_the_step_and_is_healed_in_the_next(pair: M
     assert made[0].current_step() == made[1].current_step()
 
 
-def test_processes_of_one_group_at_two_places_raise_and_do_not_fail_for_ever(managers: Managers) -> None:
+def test_processes_of_one_group_at_two_places_raise(managers: Managers) -> None:
     loaders = [wrapped(world=World(rank, 2)) for rank in range(2)]
     loaders[1].seek(position=8)
     groups = Groups(managers.group(), loaders)
@@ -623,23 +563,6 @@ def test_processes_of_one_group_at_two_places_raise_and_do_not_fail_for_ever(man
     assert [type(error) for error in groups.errors] == [MidepochError] * 2
     assert all("the processes of this group do not stand at one place" in str(error) for error in groups.errors)
     assert groups.rows == [[], []]
-
-
-def test_a_process_of_a_group_that_is_late_fails_the_step_and_ends_nothing(managers: Managers) -> None:
-    """It may be healing, for as long as the others wait for it."""
-    made = managers.group(timeout=timedelta(seconds=1))
-    groups = Groups(made, [wrapped(world=World(rank, 2)) for rank in range(2)])
-    waits, ask = [1.5], made[1].participating_rank
-
-    def late() -> Any:
-        time.sleep(waits.pop() if waits else 0)
-        return ask()
-
-    made[1].participating_rank = late  # asked for when the quorum is known
-    groups.train(1)
-    assert not groups.errors
-    assert sorted(sample for rows in groups.rows for batch, _ in rows for sample in batch) == list(range(20))
-    assert not waits
 
 
 def test_the_place_and_weights_of_an_older_step_are_refused(managers: Managers) -> None:
@@ -666,13 +589,13 @@ def test_any_history_of_the_model_trains_each_sample_once(chance: random.Random)
 
 
 @pytest.mark.parametrize("seed", [300978, 302978, 307296])
-def test_lighthouses_that_come_back_again_and_again_lose_no_sample(seed: int) -> None:
+def test_lighthouses_that_come_back_lose_no_sample(seed: int) -> None:
     """In these histories of the model, quorums had the number and the size of older ones, of other members."""
     assert model.run(random.Random(seed), 8).commits
 
 
 @pytest.mark.parametrize("seed", [155, 169, 232])
-def test_gradients_of_two_steps_do_not_meet_behind_lighthouses_that_come_back(seed: int) -> None:
+def test_gradients_of_two_steps_do_not_meet(seed: int) -> None:
     """In these histories of the model, a quorum had the number of one whose vote failed, and the same members."""
     assert model.run(random.Random(seed), 8, outages=0.5).commits
 

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -23,9 +22,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import midepoch
 from midepoch import StateMismatchError
-from support import forking
 from support.kill_examples import assert_went_on
-from support.places import ROOT, TESTS
+from support.places import ROOT
 
 dcp: Any = torch.distributed.checkpoint  # which does not say what it exports
 
@@ -244,55 +242,6 @@ def test_ignite(cut: int, tmp_path: Path) -> None:
     Checkpoint.load_objects({"trainer": resumed, "loader": loader}, saved)
     resumed.run(loader)
     assert seen == whole()
-
-
-# --- loops of one's own -----------------------------------------------------------------------------------------------
-
-LOOP = """
-import itertools, json, os, signal, sys
-from pathlib import Path
-from torch.utils.data import DataLoader
-sys.path.insert(0, sys.argv[1])
-import midepoch
-from support import sources
-
-how, kill_at, log = sys.argv[2], int(sys.argv[3]), Path("log")
-loader = midepoch.wrap(DataLoader(sources.Noisy(44), 2, shuffle=True), seed=2)
-snapshot = midepoch.Snapshot("snapshot.pt", every=1, data=loader)
-snapshot.load()
-done = snapshot.steps
-batches = itertools.islice(loader, done, None) if "skips" in how else iter(loader)
-ahead = next(batches) if "ahead" in how else None
-while True:
-    batch, ahead = (ahead, next(batches, None)) if "ahead" in how else (next(batches, None), None)
-    if batch is None:
-        break
-    with log.open("a") as file:
-        file.write(json.dumps(sources.plain(batch)) + "\\n")
-    kill_at -= 1
-    snapshot.step(in_flight=int("says so" in how and ahead is not None))
-    if not kill_at:
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.parametrize(
-    ("how", "lost", "told"),
-    [
-        ("", 0, []),
-        ("skips", 4, ["no step() followed 4"]),
-        ("reads ahead", 1, ["no step() followed 1"]),
-        ("reads ahead and says so", 0, []),
-    ],
-)
-def test_batches_that_no_step_follows(how: str, lost: int, told: list[str], tmp_path: Path) -> None:
-    errors = ""
-    for kill_at, status in ((4, -signal.SIGKILL), (0, 0)):
-        job = forking.Program(["-c", LOOP, str(TESTS), how, str(kill_at)], cwd=tmp_path)
-        errors = job.communicate(120)[1]
-        assert job.returncode == status, errors
-    assert re.findall(r"MidepochWarning: (no step\(\) followed \d)", errors) == told
-    assert len((tmp_path / "log").read_text().splitlines()) == 22 - lost
 
 
 # --- trainers that are installed apart, by `make trainers` ------------------------------------------------------------
@@ -558,14 +507,6 @@ def test_whatever_asks_for_torchs_stateful() -> None:
     fresh, later = loader.state_dict(), make()
     head(later, 3)
     assert fresh.keys() == later.state_dict().keys(), "DCP loads by the keys of a fresh object"
-
-
-def test_a_state_is_what_json_saves() -> None:
-    loader = make()
-    before = head(loader, 5)
-    resumed = make()
-    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    assert before + rest(resumed) == whole()
 
 
 def test_no_trainer_is_imported_by_midepoch() -> None:

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 from torchft import Manager, ProcessGroupGloo
 from torchft.manager import WorldSizeMode
@@ -52,7 +51,6 @@ class Job:
         init_sync: as the Manager's.
         spares: None, or the number of groups that count.
         load: continue from what was saved to disk.
-        peers: the ranks of a group are tensor-parallel peers, which are given the same batches.
         sampler: None, or the number of groups for torchft's own DistributedSampler in place of `feed`.
     """
 
@@ -73,7 +71,6 @@ class Job:
     init_sync: bool = True
     spares: int | None = None
     load: bool = False
-    peers: bool = False
     sampler: int | None = None
 
 
@@ -167,10 +164,8 @@ def train(job: Job) -> None:
         for gradient, where in (_fed if job.sampler is None else _sampled)(job, manager, optimizer, death, load):
             time.sleep(job.pause)
             if job.ranks > 1:
-                own = gradient.clone()
                 torch.distributed.all_reduce(gradient)
                 gradient /= job.ranks
-                assert not job.peers or torch.equal(gradient, own), "peers were given different batches"
             counts.grad = gradient
             work = manager.allreduce(counts.grad)
             death("allreduce", 0.001)
@@ -203,9 +198,6 @@ def _fed(job: Job, manager: Manager, optimizer: Any, death: Death, load: Callabl
         TensorDataset(torch.arange(job.size)), batch_size=job.batch, shuffle=True, num_workers=job.workers
     )
     world = midepoch.World(job.rank, job.ranks)
-    if job.peers:
-        mesh = init_device_mesh("cpu", (1, job.ranks), mesh_dim_names=("dp", "tp"))
-        world = midepoch.World.from_mesh(mesh["dp"])
     tail: Any = None if job.together else "uneven"
     batches = feed(manager, midepoch.wrap(data, seed=7, world=world, tail=tail, global_batch=job.together))
     if job.load:
