@@ -70,7 +70,7 @@ docs: setup ## the site, in build/site
 
 bench: setup ## midepoch beside its peers, and at scale: tables and plots into docs/benchmarks/
 	$(BIN)/python benchmarks/compare.py $(ARGS)
-	$(BIN)/python benchmarks/scale.py --json docs/benchmarks/scale.json > docs/benchmarks/scale.md
+	$(BIN)/python benchmarks/scale.py --json docs/benchmarks/scale.json
 
 bench-check: setup ## whether a ratio has become more than 10 % worse than that in docs/benchmarks/
 	$(BIN)/python benchmarks/compare.py --check $(ARGS)

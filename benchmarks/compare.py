@@ -1,6 +1,6 @@
 """midepoch and its peers, measured in one run: what they cost, how they resume, and what they then get wrong.
 
-Run ``python benchmarks/compare.py``: figures, Markdown and plots go to docs/benchmarks/. With ``--only`` or
+Run ``python benchmarks/compare.py``: figures, plots and a part of the page go to docs/benchmarks/. With ``--only`` or
 ``--question`` part of it is measured and, unless ``--output`` says where, only printed; in a folder with results of the
 same versions, machine and plan, the answers to other questions and the rows of other peers stay. ``--render`` writes
 the page and the plots again from results.json. ``--check`` measures midepoch's ratios again, and compares them with
@@ -37,7 +37,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measuring import Interval, between, processor
+from measuring import Interval, between, processor, replaced
 from peers import PEERS, Peer
 
 PLAIN, OURS = "plain DataLoader", "midepoch DataLoader"
@@ -583,11 +583,10 @@ def label(name: str, resumed: bool = False) -> str:
     return ", ".join(filter(None, (peer.label or name, peer.by if resumed else "")))
 
 
-def table(title: str, head: Sequence[str], lines: Sequence[Sequence[str]], question: str, *notes: str) -> str:
+def table(title: str, head: Sequence[str], lines: Sequence[Sequence[str]], *notes: str) -> str:
     rows = [head, ["---"] * len(head), *lines]
     drawn = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    again = f'One row: `python benchmarks/compare.py --question {question} --only "{OURS}"`'
-    return "\n\n".join([f"{title}:", drawn, *filter(None, notes), again]) + "\n"
+    return "\n\n".join([f"{title}:", drawn, *filter(None, notes)]) + "\n"
 
 
 def told_reading(rows: Sequence[Row]) -> str:
@@ -619,23 +618,55 @@ def narrow(interval: Interval) -> bool:
     return interval.high / interval.middle <= 1.05
 
 
-def told_first(results: Row) -> str:
-    """The page in two sentences."""
-    said = []
-    first = {row["progress"]: row for row in at_progress(results.get("first_batch", [])) if row["peer"] == OURS}
-    if first and all(row["seconds"] for row in first.values()):
-        start, end = first[min(first)], first[max(first)]
-        said.append(
-            f"A wrapped DataLoader gives its first batch {duration(start['seconds'])} after a start, and "
-            f"{duration(end['seconds'])} after a resume at {end['progress']:.0%} of {end['size']:,} samples."
-        )
-    if rows := [row for row in results.get("overhead", []) if row["peer"] == OURS]:
-        most = max(rows, key=lambda row: float(row["ratio"]))
-        said.append(
-            f"Of the loads below, it costs most with `{most['work']}` and {most['workers']} workers: "
-            f"{most['ratio']:.1f} times the plain DataLoader's time for a batch."
-        )
-    return " ".join(said)
+def found_of(rows: Sequence[Row], name: str = OURS, **asked: Any) -> Row | None:
+    """The first row of a peer in which these are so."""
+    return next((row for row in rows if row["peer"] == name and asked.items() <= row.items()), None)
+
+
+def first_overhead(rows: Sequence[Row]) -> str:
+    """The result in a sentence, as that of the other charts."""
+    said = [
+        f"{row['ratio']:.2g} for {work}"
+        for work in dict.fromkeys(row["work"] for row in rows)
+        if (row := found_of(rows, work=work, workers=0))
+    ]
+    return f"A wrapped DataLoader's time for a batch, by the plain one's, without workers: {', '.join(said)}."
+
+
+def first_resume(rows: Sequence[Row]) -> str:
+    progressing = at_progress(rows)
+    first = {row["progress"]: row for row in progressing if row["peer"] == OURS}
+    if not first or not all(row["seconds"] for row in first.values()):
+        return ""
+    start, end = first[min(first)], first[max(first)]
+    plain = found_of(progressing, PLAIN, progress=end["progress"])
+    by_hand = f" A program that skips batches by hand takes {first_batch_cell(plain)} there." if plain else ""
+    return (
+        f"A wrapped DataLoader gives its first batch {duration(start['seconds'])} after a start, and "
+        f"{duration(end['seconds'])} after a resume at {end['progress']:.0%} of {end['size']:,} samples.{by_hand}"
+    )
+
+
+def first_size(rows: Sequence[Row]) -> str:
+    ours = [row for row in rows if row["peer"] == OURS and row["seconds"]]
+    if not ours:
+        return ""
+    most = max(ours, key=lambda row: int(row["size"]))
+    return f"It takes as long at any size: {duration(most['seconds'])} at 90 % of {most['size']:,} samples."
+
+
+def first_state(rows: Sequence[Row]) -> str:
+    if (row := found_of(rows)) is None:
+        return ""
+    return f"A wrapped DataLoader's state has {row['bytes']:,} bytes, and takes {row['microseconds']:.3g} µs to save."
+
+
+def first_exactness(rows: Sequence[Row]) -> str:
+    sound = ("exact", "has none", "refused")
+    wrong = {row["peer"] for row in rows if not row["verdict"].startswith(sound)}
+    others = {row["peer"] for row in rows if not is_ours(row["peer"])}
+    ours = "A wrapped loader is wrong" if any(map(is_ours, wrong)) else "Each wrapped loader is exact, or refuses"
+    return f"{ours}; of the {len(others)} others, {len(wrong & others)} lose, repeat or change something."
 
 
 def told_overhead(rows: Sequence[Row]) -> str:
@@ -649,8 +680,8 @@ def told_overhead(rows: Sequence[Row]) -> str:
         ratio = ""
         if compared(row["peer"]) is not None:
             interval = Interval(row["ratio"], row["low"], row["high"])
-            ratio = f"; {'' if narrow(interval) else '~'}{interval}"
-        return f"{row['microseconds']:,.0f} ({row['lowest']:,.0f} to {row['highest']:,.0f}){ratio}"
+            ratio = f"; {'' if narrow(interval) else '~'}{interval.middle:.3g}"
+        return f"{row['microseconds']:,.0f}{ratio}"
 
     columns = list(dict.fromkeys(map(column, rows)))
     head = ["peer", *(f"{work}, {workers} workers" for work, workers in columns), "compared with"]
@@ -658,16 +689,11 @@ def told_overhead(rows: Sequence[Row]) -> str:
     for name, *cells in pivot(rows, columns, column, cell):
         base = compared(name)
         lines.append([label(name), *cells, "–" if base is None else label(base)])
-    groups = (
-        "The DataLoaders, torchdata, Accelerate and Grain read from memory. LitData, Streaming, DALI, FFCV and "
-        "WebDataset read files. Compare only rows of the same group. The ratios of midepoch's rows say what wrapping "
-        "costs.\n\n"
-    )
     title = (
-        "µs a batch of 32: median (lowest to highest of the rounds); ratio (95 %) to what it is compared with, in the "
-        "same round. `~` marks a ratio that is not known to 5 % either way"
+        "µs a batch of 32, and its ratio to what it is compared with in the same rounds; `~` marks one that is not "
+        "known to 5 % either way. The first six read from memory, the others read files"
     )
-    return groups + table(title, head, lines, "overhead", told_reading(rows))
+    return table(title, head, lines, told_reading(rows))
 
 
 def first_batch_cell(row: Row) -> str:
@@ -682,66 +708,55 @@ def at_progress(rows: Sequence[Row]) -> list[Row]:
 
 
 def told_resume(rows: Sequence[Row]) -> str:
-    progressing, at_90 = at_progress(rows), [row for row in of_integers(rows) if row["progress"] == 0.9]
-    progress = list(dict.fromkeys(row["progress"] for row in progressing))
-    sizes = sorted({row["size"] for row in at_90})
+    progressing = at_progress(rows)
+    progress = [each for each in dict.fromkeys(row["progress"] for row in progressing) if each in (0, 0.5, 0.99)]
     samples = {row["peer"]: f"{row['size']:,}" for row in progressing}
     lines = pivot(progressing, progress, lambda row: row["progress"], first_batch_cell)
     lines = [[line[0], samples[line[0]], *line[1:]] for line in lines]
-    first = table(
+    return table(
         "Time to the first batch after a resume, at so much of the epoch",
-        ["peer", "samples", *(f"{each:.0%}" for each in progress)], labelled(lines), "resume", told_reading(rows),
+        ["peer", "samples", *(f"{each:.0%}" for each in progress)], labelled(lines),
     )  # fmt: skip
-    second = table(
-        "The same at 90 %, of so many samples",
-        ["peer", *(f"{each:,}" for each in sizes)],
-        labelled(pivot(at_90, sizes, lambda row: row["size"], first_batch_cell)),
-        "resume",
-    )
-    pictures = [row for row in rows if row["work"] == "jpeg"]
-    columns = dict.fromkeys((row["workers"], row["progress"]) for row in pictures)
-    third = table(
-        f"The same with {pictures[0]['size']:,} pictures that are decoded",
-        ["peer", *(f"{progress:.0%}, {workers} workers" for workers, progress in columns)],
-        labelled(pivot(pictures, list(columns), lambda row: (row["workers"], row["progress"]), first_batch_cell)),
-        "resume",
-    )
-    return f"{first}\n{second}\n{third}"
+
+
+def at_90(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in of_integers(rows) if row["progress"] == 0.9]
+
+
+def told_sizes(rows: Sequence[Row]) -> str:
+    sizes = sorted({row["size"] for row in at_90(rows)})
+    sizes = sizes[:-1:2] + sizes[-1:]
+    lines = labelled(pivot(at_90(rows), sizes, lambda row: row["size"], first_batch_cell))
+    return table("The same at 90 %, of so many samples", ["peer", *(f"{each:,}" for each in sizes)], lines)
 
 
 def told_state(rows: Sequence[Row]) -> str:
     sizes = sorted({size for row in rows for size in row["more_mib"]}, key=int)
-    head = ["peer", "bytes", "as", "µs to save", *(f"MiB more at {int(size):,}" for size in sizes)]
+    head = ["peer", "bytes", "µs to save", *(f"MiB more at {int(size):,}" for size in sizes)]
     lines = []
     for row in rows:
         why = row["why"] if row["why"] == NOT_WRITTEN else f"not measured: {row['why']}"
-        measured = [f"{row['bytes']:,}", row["form"], f"{row['microseconds']:.3g}"] if row["form"] else [why] * 3
+        measured = [f"{row['bytes']:,}", f"{row['microseconds']:.3g}"] if row["form"] else [why] * 2
         more = [f"{row['more_mib'][size]:.0f}" if size in row["more_mib"] else why for size in sizes]
         lines.append([label(row["peer"], resumed=True), *measured, *more])
     return table(
         "Size of a state, time to save it, and extra peak memory compared with the smallest data set",
         head,
         lines,
-        "state",
-        "Accelerate writes its files, generators included. The others return an object.",
+        "Accelerate writes its files, generators included.",
     )
 
 
 def told_exactness(rows: Sequence[Row], samples: int) -> str:
     lines = pivot(rows, list(QUESTIONS), lambda row: row["question"], lambda row: str(row["verdict"]))
     title = f"What becomes of an epoch of {samples:,} samples, cut at 40 % and continued"
-    return table(
-        title, ["peer", *QUESTIONS.values()], labelled(lines), "exactness",
-        "Grain's `ElasticIterator` is made for other numbers of ranks. It is not in this table; see [sources with a "
-        "state of their own](../sources.md#stateful-sources). Accelerate's `use_stateful_dataloader=True` was not "
-        "measured.",
-    )  # fmt: skip
+    return table(title, ["peer", *QUESTIONS.values()], labelled(lines))
 
 
 def told_boring(rows: list[Row]) -> str:
     from loader import boring_table
 
-    return f"{boring_table(rows)}\n\nThis table: `python benchmarks/compare.py --question boring`\n"
+    return f"{boring_table(rows)}\n"
 
 
 def told_plan(made: Row) -> str:
@@ -754,14 +769,6 @@ def told_plan(made: Row) -> str:
     return "; ".join(
         f"{name.replace('_', ' ')} {told(value)}{units.get(name, '')}" for name, value in made["plan"].items()
     )
-
-
-COMMANDS = f"""```bash
-make bench                                                                    # writes this page
-python benchmarks/compare.py --render                                         # writes it again from results.json
-python benchmarks/compare.py --question resume --only "{OURS}"    # measures one row of a table
-```
-"""
 
 
 def told_made(made: Row) -> str:
@@ -780,33 +787,34 @@ def told_made(made: Row) -> str:
     said = [
         f"Python {some['python']}, "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + f"; {model}{machine['cores']} cores, {machine['memory_gib']} GiB of memory, {machine['gpu']}. "
-        + "The [first page](index.md) says how it is measured.",
+        + f"; {model}{machine['cores']} cores, {machine['memory_gib']} GiB of memory, {machine['gpu']}.",
         "\n".join(["| question | on | at commit | plan |", "| --- | --- | --- | --- |", *lines]),
-        f"`--only` takes these names, with commas between them: {', '.join(PEERS)}.",
     ]
     return "\n\n".join(said) + "\n"
 
 
 def markdown(results: Row) -> str:
+    """A sentence of result over each chart, and its table."""
     made = {question: results["made"][question] for question in MEASURED if question in results["made"]}
-    said = ["# Comparison with other loaders\n", *(f"{each}\n" for each in [told_first(results)] if each), COMMANDS]
+    said: list[str] = []
+
+    def chapter(title: str, sentence: str, chart: str, *tables: str) -> None:
+        picture = f"![{title}]({chart}.png)\n" if chart else ""
+        said.extend([f"## {title}\n", *filter(None, (sentence and f"{sentence}\n", picture, *tables))])
+
     if rows := results.get("overhead"):
-        said += ["## What a batch costs\n", told_overhead(rows), "![What a batch costs](overhead.png)\n"]
+        chapter("What a batch costs", first_overhead(rows), "overhead", told_overhead(rows))
     if rows := results.get("first_batch"):
-        said += [
-            "## Time to the first batch\n",
-            told_resume(rows),
-            "![Time to the first batch against progress](first_batch_progress.png)\n",
-            "![Time to the first batch against the number of samples](first_batch_size.png)\n",
-        ]
+        chapter("Time to the first batch", first_resume(rows), "first_batch_progress", told_resume(rows))
+        chapter("Any number of samples", first_size(at_90(rows)), "first_batch_size", told_sizes(rows))
     if rows := results.get("state"):
-        said += ["## States\n", told_state(rows)]
+        chapter("States", first_state(rows), "", told_state(rows))
     if rows := results.get("exactness"):
-        said += ["## Exactness\n", told_exactness(rows, made["exactness"]["plan"]["samples"])]
+        samples = made["exactness"]["plan"]["samples"]
+        chapter("Exactness", first_exactness(rows), "", told_exactness(rows, samples))
     if rows := results.get("boring"):
-        said += ["## Lightning's BoringModel\n", told_boring(rows)]
-    return "\n".join([*said, "## How it was measured\n", told_made(made)])
+        chapter("Lightning's BoringModel", "", "", told_boring(rows))
+    return "\n".join([*said, "Measured with:\n", told_made(made)])
 
 
 def is_ours(name: str) -> bool:
@@ -1192,7 +1200,12 @@ def main() -> None:
 
 
 def write(results: Row, folder: Path) -> None:
-    (folder / "results.md").write_text(markdown(results))
+    """Into the page of that folder, or where there is none into a file of its own."""
+    page = folder / "index.md"
+    if page.exists():
+        page.write_text(replaced(page, "comparison", markdown(results)))
+    else:
+        (folder / "results.md").write_text(markdown(results))
     plot(results, folder)
 
 

@@ -1,7 +1,7 @@
 """What wrapping a DataLoader costs: per batch, per sample, to the first batch after a resume, and in memory.
 
 Run ``python benchmarks/loader.py``. Alternated rounds in one run; reported are medians, and the median of the rounds'
-ratios to the plain loader with its interval. Prints Markdown; docs/benchmarks/loader.md holds its output with the date.
+ratios to the plain loader with its interval. Prints Markdown; docs/benchmarks/index.md has its figures.
 """
 
 from __future__ import annotations

@@ -67,3 +67,10 @@ def median_between(ratios: Sequence[float]) -> Interval:
     ordered, half = sorted(ratios), 0.98 * math.sqrt(len(ratios))
     low, high = max(0, int(len(ratios) / 2 - half)), min(len(ratios) - 1, math.ceil(len(ratios) / 2 + half))
     return Interval(statistics.median(ratios), ordered[low], ordered[high])
+
+
+def replaced(page: Path, name: str, text: str) -> str:
+    """A page with other text between its two marks of this name."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- end of {name} -->\n")
+    return f"{before}{begin}{text}{end}{after}"

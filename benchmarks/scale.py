@@ -1,6 +1,6 @@
 """What a sampler costs from ten thousand samples to a million millions, and that it misses none.
 
-Run ``python benchmarks/scale.py``. Prints docs/benchmarks/scale.md, which has two parts:
+Run ``python benchmarks/scale.py``. Prints a part of docs/benchmarks/index.md, which ``--json`` also writes there:
 
 * **Cost**: time for each index that one rank gets, time to the first index, and memory, by size and by world size.
 * **Coverage**: at 10**12 samples and 16,384 ranks, what all ranks together get in stretches of the epoch; at small
@@ -32,7 +32,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measuring import processor
+from measuring import processor, replaced
 
 from midepoch import ResumableSampler, World, reseal
 from midepoch.order import Order, Shuffled
@@ -277,14 +277,12 @@ def page(report: dict[str, Any]) -> str:
     milliseconds = [float(np.median(values)) for values in firsts.values()]
     model = f", {facts['processor']}" if facts.get("processor") else ""
     lines = [
-        "# At scale\n",
         f"An index takes {min(nanoseconds):.0f} to {max(nanoseconds):.0f} ns, and the first one "
         f"{min(milliseconds):.2f} to {max(milliseconds):.2f} ms, from {sizes[0]:,} to {sizes[-1]:,} samples.\n",
-        "`make bench` wrote this page; `python benchmarks/scale.py` prints it.\n",
         f"{facts['date']}: Python {facts['python']}, torch {facts['torch']}, numpy {facts['numpy']}, midepoch "
         f"{facts['midepoch']}; {facts['machine']}{model}, {facts['cores']} cores, {facts['memory_gibibytes']} GiB of "
         "memory",
-        f"\n## Cost\n\nShuffled, {cost['indices']:,} indices in each of {len(costs[sizes[0], 1]['nanoseconds'])} "
+        f"\nShuffled, {cost['indices']:,} indices in each of {len(costs[sizes[0], 1]['nanoseconds'])} "
         f"alternated rounds, batches of {BATCH_SIZE}. Medians, in brackets the quartiles. Memory is what Python and "
         f"numpy held at most, over a sampler of {SMALL:,} samples.",
         "\n| samples | ns an index | first index at 0 %, ms | at 90 %, ms | memory, KiB more |\n|---|---|---|---|---|",
@@ -301,7 +299,7 @@ def page(report: dict[str, Any]) -> str:
     large, small = coverage["windows"], coverage["small"]
     *batch_sizes, last = map(str, small["batch_sizes"])
     lines.append(
-        f"\n## Coverage\n\nAt {large['size']:,} samples and {large['ranks']:,} ranks, {large['windows']} windows of "
+        f"\nAt {large['size']:,} samples and {large['ranks']:,} ranks, {large['windows']} windows of "
         f"{STEPS} steps of {BATCH_SIZE} were checked, among them the beginning and the end, padded and dropped. In "
         f"each window, the ranks together got exactly the expected stretch of the order. The {large['indices']:,} "
         "indices were distinct within each window, and the inverse led each back to its position."
@@ -358,6 +356,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(page(report))
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(report, indent=1) + "\n")
+        if (index := chosen.json.with_name("index.md")).exists():
+            index.write_text(replaced(index, "scale", f"{page(report)}\n"), encoding="utf-8")
 
 
 if __name__ == "__main__":

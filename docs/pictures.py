@@ -182,10 +182,9 @@ def draw_state() -> Drawing:
 
 
 def rooms() -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """Room -> what it holds, and the arrows (who imports, what), of docs/design.md."""
+    """Room -> what it holds, of docs/design.md, and the arrows (who imports, what), of docs/pictures/rooms.mmd."""
     text = (DOCS / "design.md").read_text(encoding="utf-8")
-    (graph,) = (each for each in re.findall(r"(?ms)^```mermaid\n(.*?)^```", text) if "errors" in each)
-    arrows = re.findall(r"(\w+) --> (\w+)", graph)
+    arrows = re.findall(r"(\w+) --> (\w+)", (FOLDER / "rooms.mmd").read_text(encoding="utf-8"))
     table = text.partition("| room | holds |")[2].partition("\n\n")[0]
     holds: dict[str, str] = {}
     for names, words in re.findall(r"^\| (.*?) \| (.*?) \|$", table, re.MULTILINE):

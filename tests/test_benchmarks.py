@@ -71,7 +71,7 @@ def results(output: Path) -> dict[str, Any]:
 def test_markdown_and_plots_are_written(output: Path) -> None:
     said = (output / "results.md").read_text()
     assert all(f"| {compare.label(name)} |" in said for name in NAMES)
-    assert said.count("One row: `python benchmarks/compare.py --question") == 5
+    assert said.count("A wrapped DataLoader") == 3, "a sentence of result over each chart"
     for name in ("first_batch_progress", "first_batch_size", "overhead"):
         assert (output / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
@@ -83,7 +83,21 @@ def published() -> dict[str, Any]:
 
 def test_the_page_is_that_of_the_results() -> None:
     """If this fails: benchmarks/compare.py --render."""
-    assert (compare.OUTPUT / "results.md").read_text() == compare.markdown(published())
+    page = compare.OUTPUT / "index.md"
+    said = compare.markdown(published())
+    assert said in page.read_text()
+    assert page.read_text() == measuring.replaced(page, "comparison", said)
+
+
+def test_a_sentence_of_result_stands_over_each_chart() -> None:
+    rows = published()
+    worst = max(float(row["ratio"]) for row in rows["overhead"] if row["peer"] == OURS and not row["workers"])
+    said = compare.first_overhead(rows["overhead"])
+    assert f"{worst:.2g} for draws" in said and said.count(" for ") == 4
+    assert "of the 10 others, 10 lose" in compare.first_exactness(rows["exactness"])
+    wrong = [{"peer": OURS, "question": "halved", "verdict": "loses 1, repeats 0 silently"}]
+    assert compare.first_exactness(wrong).startswith("A wrapped loader is wrong; ")
+    assert compare.first_resume([]) == compare.first_size([]) == compare.first_state([]) == ""
 
 
 def test_the_page_and_the_plots_are_written_again_from_the_results(
@@ -112,18 +126,18 @@ def overhead_row(peer: str, **changed: Any) -> dict[str, Any]:
 
 
 def test_each_ratio_is_printed_and_a_vague_one_is_marked() -> None:
-    vague = overhead_row(TORCHDATA, low=0.9, high=1.1)
-    page = compare.told_overhead([overhead_row(PLAIN), overhead_row(OURS), vague])
-    assert cells_of(page, PLAIN) == [["10 (9 to 11)", "–"]]
-    assert cells_of(page, OURS) == [["10 (9 to 11); 1.000 (0.990 to 1.010)", PLAIN]]
-    assert cells_of(page, "torchdata StatefulDataLoader") == [["10 (9 to 11); ~1.000 (0.900 to 1.100)", PLAIN]]
+    vague = overhead_row(TORCHDATA, ratio=1.006, low=0.9, high=1.1)
+    page = compare.told_overhead([overhead_row(PLAIN), overhead_row(OURS, ratio=1.006, high=1.02), vague])
+    assert cells_of(page, PLAIN) == [["10", "–"]]
+    assert cells_of(page, OURS) == [["10; 1.01", PLAIN]]
+    assert cells_of(page, "torchdata StatefulDataLoader") == [["10; ~1.01", PLAIN]]
 
 
 @pytest.mark.parametrize("name", ["LitData", "Streaming", "DALI", "FFCV", "WebDataset"])
 def test_a_loader_of_files_is_not_compared_with_one_in_memory(name: str) -> None:
     """Not even where a row was measured when it was."""
     page = compare.told_overhead([overhead_row(PLAIN), overhead_row(name)])
-    assert cells_of(page, compare.label(name)) == [["10 (9 to 11)", "–"]]
+    assert cells_of(page, compare.label(name)) == [["10", "–"]]
     assert compare.with_bases([name]) == [name]
 
 

@@ -245,7 +245,7 @@ def test_the_first_programs_train_only_as_scripts(tmp_path: Path, monkeypatch: p
 
 def test_the_front_pages_have_the_figures_of_the_page_on_costs() -> None:
     """Rounded; a page that was measured anew needs other front pages."""
-    costs = (ROOT / "docs" / "benchmarks" / "loader.md").read_text(encoding="utf-8")
+    costs = (ROOT / "docs" / "benchmarks" / "index.md").read_text(encoding="utf-8")
     rows = re.findall(
         r"^\| 32 \| (\d) \| (no|yes) \| ([\d.]+) \| [^|]* \| ([\d.]+); ([\d.]+) ", costs, re.MULTILINE
     )
@@ -290,10 +290,27 @@ def test_every_link_leads_somewhere() -> None:
     assert found > 100
 
 
-def test_the_readme_is_short() -> None:
-    words = len((ROOT / "README.md").read_text(encoding="utf-8").split())
-    print(words, "words")
-    assert words <= 550
+def navigation() -> list[Path]:
+    """The pages of the site."""
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2].partition("\nnot_in_nav")[0]
+    return [ROOT / "docs" / name for name in re.findall(r"([\w/]+\.md)$", nav, re.MULTILINE)]
+
+
+def words(page: Path) -> int:
+    return len(page.read_text(encoding="utf-8").split())
+
+
+def test_the_documentation_is_short() -> None:
+    """With -s, it prints the words of each page, code and tables among them."""
+    found = {page.relative_to(ROOT).as_posix(): words(page) for page in navigation()}
+    print(*(f"{number:6,} {name}" for name, number in found.items()), f"{sum(found.values()):6,} in all", sep="\n")
+    assert len(found) == 12 and all(number > 100 for number in found.values())
+    assert sum(found.values()) <= 30_000
+    assert words(ROOT / "README.md") <= 550
+    assert found["docs/design.md"] <= 1_500
+    assert words(ROOT / "docs" / "decisions.md") <= 2_500
+    others = {page for page in PAGES if page.is_relative_to(ROOT / "docs")} - {*navigation()}
+    assert {page.name for page in others} == {"decisions.md"}, "a page that no reader of the site finds"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")], ids=lambda page: page.name)
@@ -333,7 +350,7 @@ def test_every_enumeration_and_bar_counts_on_where_it_was() -> None:
 def test_no_block_is_of_an_unknown_language() -> None:
     for page in PAGES:
         for kind, code in shown(page):
-            assert kind in ("python", "bash", "text", "toml", "mermaid", "diff"), f"{page.name}: {kind!r} {code[:60]!r}"
+            assert kind in ("python", "bash", "text", "toml", "diff"), f"{page.name}: {kind!r} {code[:60]!r}"
 
 
 def test_the_page_on_checks_explains_the_words_of_verdicts() -> None:

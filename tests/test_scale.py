@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import scale
 
-PAGE = ROOT / "docs" / "benchmarks" / "scale.md"
+PAGE = ROOT / "docs" / "benchmarks" / "index.md"
 SIZE = 10**12
 RANKS = 16
 GLOBAL_BATCH = RANKS * scale.BATCH_SIZE
@@ -153,16 +153,19 @@ def test_a_resume_at_the_wrong_place_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_page_is_that_of_the_figures() -> None:
     figures = json.loads((PAGE.parent / "scale.json").read_text())
-    assert PAGE.read_text() == scale.page(figures) + "\n"
+    assert f"<!-- scale -->\n{scale.page(figures)}\n<!-- end of scale -->\n" in PAGE.read_text()
 
 
 def test_the_script_prints_and_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = tmp_path / "figures.json"
+    (tmp_path / "index.md").write_text("before\n<!-- scale -->\nold\n<!-- end of scale -->\nbehind\n")
     small = ["--rounds=1", "--indices=2000", "--ranks=16", "--windows=1", "--largest-size=5", "--largest-world=3"]
     scale.main([*small, "--json", str(figures)])
     printed = capsys.readouterr().out
     assert "| 1,000,000,000,000 |" in printed
     assert "| 16,384 |" in printed
+    told = f"before\n<!-- scale -->\n{printed}<!-- end of scale -->\nbehind\n"
+    assert (tmp_path / "index.md").read_text() == told
     report = json.loads(figures.read_text())
     assert set(report["environment"]) >= {"date", "python", "torch", "numpy", "midepoch", "cores", "memory_gibibytes"}
     assert {(case["size"], case["world_size"]) for case in report["cost"]["per_index"]} == {
