@@ -1,4 +1,4 @@
-"""An undisturbed wrapped run is the plain one: each kind of source, and sources that are broken.
+"""An undisturbed wrapped run is the plain one: each kind of source. Broken ones: test_bad_sources.
 
 Sources of DALI, FFCV, webdataset, Streaming and packages with a state of their own have this law in their own files.
 """
@@ -56,14 +56,3 @@ def test_a_sound_source_in_workers_kept_and_not(name: str, method: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("refused clearly" if name in REFUSED else "holds"), done.stdout
-
-
-# midepoch lists a sampler to its limit before it says that there is no end.
-SLOW = "sampler: never ends"
-BAD = [pytest.param(each, marks=[pytest.mark.long] * (each == SLOW)) for each in sources.BAD]
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_source_is_as_by_itself_or_refused(name: str) -> None:
-    status, report = examine(sources.BAD[name], quick=True, world_sizes=(1,))
-    assert status in ("holds", "refused clearly"), report

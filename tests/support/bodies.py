@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -11,7 +10,6 @@ import os
 import random
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -268,79 +266,6 @@ def read_ahead_of_validations(make: Make, log: Log, epochs: int) -> None:
             log("after", epoch, other)
 
 
-class Prefetcher:
-    """Reads ahead in a thread. What it has read is counted under its lock."""
-
-    def __init__(self, source: Iterable[Any], depth: int) -> None:
-        self.source, self.depth, self.lock = source, depth, threading.Condition()
-        self.read: list[Any] = []
-        self.over = False
-
-    def __iter__(self) -> Iterator[Any]:
-        thread = threading.Thread(target=self._work, daemon=True)
-        thread.start()
-        try:
-            while True:
-                with self.lock:
-                    self.lock.wait_for(lambda: self.read or self.over)
-                    if not self.read:
-                        return
-                    batch = self.read.pop(0)
-                    self.lock.notify_all()
-                yield batch
-        finally:
-            with self.lock:
-                self.over = True
-                self.lock.notify_all()
-            thread.join()
-
-    def _work(self) -> None:
-        batches = iter(self.source)
-        while True:
-            with self.lock:
-                self.lock.wait_for(lambda: len(self.read) < self.depth or self.over)
-                batch = None
-                with contextlib.suppress(midepoch.MidepochError):  # who leaves closes the loader
-                    batch = None if self.over else next(batches, None)
-                self.over = batch is None
-                self.read += [] if batch is None else [batch]
-                self.lock.notify_all()
-                if batch is None:
-                    return
-
-
-def read_ahead_in_a_thread(make: Make, log: Log, epochs: int) -> None:
-    train, validation = loader(30), loader(6, 3, 2)
-    snapshot = make(log=log, train=train, validation=validation)
-    for epoch in snapshot.epochs(epochs):
-        prefetcher = Prefetcher(train, 2)
-        for batch in prefetcher:
-            number = log.counts[str(epoch)] = log.counts.get(str(epoch), 0) + 1
-            log("train", epoch, batch)
-            with prefetcher.lock:
-                if number % 2:
-                    for other in validation:
-                        log("middle", epoch, other)
-                snapshot.step(len(prefetcher.read))
-        for other in validation:
-            log("after", epoch, other)
-
-
-def read_ahead_one_after_the_other(make: Make, log: Log, epochs: int) -> None:
-    first, second, validation = loader(18), loader(22, 4, 2), loader(6, 3, 3)
-    snapshot = make(log=log, first=first, second=second, validation=validation)
-    for epoch in snapshot.epochs(epochs):
-        for train in (first, second):
-            for batch, in_flight in ahead(train, 2):
-                log("train", epoch, batch)
-                if in_flight == 1:
-                    for other in validation:
-                        log("middle", epoch, other)
-                snapshot.step(in_flight)
-        for other in validation:
-            log("after", epoch, other)
-
-
 def zips_within_one_that_is_read_ahead(make: Make, log: Log, epochs: int) -> None:
     first, second = loader(18), loader(22, 4, 2)
     short, long = loader(6, 3, 3), loader(9, 3, 4)
@@ -370,24 +295,6 @@ def a_loop_that_drops_what_it_has_read_ahead(make: Make, log: Log, epochs: int) 
         log("schedule", epoch)
 
 
-def accumulated_and_read_ahead(make: Make, log: Log, epochs: int) -> None:
-    train, validation = loader(34), loader(6, 3, 2)
-    snapshot = make(log=log, train=train, validation=validation)
-    for epoch in snapshot.epochs(epochs):
-        group: list[Any] = []
-        for batch, in_flight in ahead(train, 4):
-            group.append(sources.plain(batch))
-            if len(group) == 2:
-                log("train", epoch, group)
-                group = []
-                for other in validation:
-                    log("middle", epoch, other)
-                snapshot.step(in_flight)
-        log("rest", epoch, group)
-        for other in validation:
-            log("after", epoch, other)
-
-
 def in_functions_and_generators(make: Make, log: Log, epochs: int) -> None:
     train, validation = loader(18), loader(6, 3, 2)
     snapshot = make(log=log, train=train, validation=validation)
@@ -407,42 +314,6 @@ def in_functions_and_generators(make: Make, log: Log, epochs: int) -> None:
     for epoch in snapshot.epochs(epochs):
         one_epoch(epoch)
         evaluate(epoch)
-
-
-def by_turns(make: Make, log: Log, epochs: int) -> None:
-    first, second = loader(14), loader(10, 4, 2)
-    snapshot = make(log=log, first=first, second=second)
-    for epoch in snapshot.epochs(epochs):
-        batches, others = iter(first), iter(second)
-        while (batch := next(batches, None)) is not None and (other := next(others, None)) is not None:
-            log(epoch, batch, other)
-            snapshot.step()
-        log("schedule", epoch)
-
-
-def evaluated_on_what_it_trains_on(make: Make, log: Log, epochs: int) -> None:
-    train = loader(18)
-    snapshot = make(log=log, train=train)
-    for epoch in snapshot.epochs(epochs):
-        for batch in train:
-            log("train", epoch, batch)
-            snapshot.step()
-        for batch in train:
-            log("evaluate", epoch, batch)
-
-
-def a_limit_and_a_chain(make: Make, log: Log, epochs: int) -> None:
-    first, second, third = loader(22), loader(10, 4, 2), loader(6, 4, 3)
-    snapshot = make(log=log, first=first, second=second, third=third)
-    for epoch in snapshot.epochs(epochs):
-        for number, batch in enumerate(first, first.batches_done):
-            if number == 3:
-                break
-            log("first", epoch, batch)
-            snapshot.step()
-        for batch in itertools.chain(second, third):
-            log("chain", epoch, batch)
-            snapshot.step()
 
 
 def read_ahead_in_a_zip(make: Make, log: Log, epochs: int) -> None:
@@ -719,9 +590,8 @@ BODIES: dict[str, Callable[[Make, Log, int], None]] = {
         a_cycle_over_all_epochs, several_passes, two_loaders, part_of_an_epoch,
         a_part_and_a_whole_pass, two_validations_within_a_pass, loops_in_loops, unknown_length, its_own_state,
         parts_of_its_own_state, read_ahead, read_ahead_of_validations, read_ahead_in_a_zip,
-        read_ahead_in_a_thread, read_ahead_one_after_the_other, zips_within_one_that_is_read_ahead,
-        a_loop_that_drops_what_it_has_read_ahead, accumulated_and_read_ahead, in_functions_and_generators, by_turns,
-        evaluated_on_what_it_trains_on, a_limit_and_a_chain, saved_in_except,
+        zips_within_one_that_is_read_ahead, a_loop_that_drops_what_it_has_read_ahead, in_functions_and_generators,
+        saved_in_except,
     )
 }  # fmt: skip
 

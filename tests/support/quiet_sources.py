@@ -15,13 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import (
-    ConcatDataset,
     DataLoader,
     Dataset,
-    IterableDataset,
-    RandomSampler,
     Sampler,
-    Subset,
     WeightedRandomSampler,
 )
 
@@ -133,34 +129,6 @@ class NoDuplicates(Sampler[list[int]]):
         return len(self.dataset) // BATCH
 
 
-class Imbalanced(Sampler[int]):
-    """Draws indices by the frequency of their labels, with replacement."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.indices = list(range(len(dataset)))
-        self.weights = torch.tensor([1.0 + index % 3 for index in self.indices], dtype=torch.float64)
-
-    def __iter__(self) -> Iterator[int]:
-        return (self.indices[each] for each in torch.multinomial(self.weights, len(self.indices), replacement=True))
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-
-class InPlace(Sampler[list[int]]):
-    """Shuffles a list of its own in place, and buckets it by length."""
-
-    def __init__(self) -> None:
-        self.order = list(range(SIZE))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        random.shuffle(self.order)
-        return iter([sorted(self.order[start : start + BATCH]) for start in range(0, SIZE, BATCH)])
-
-    def __len__(self) -> int:
-        return SIZE // BATCH
-
-
 class OfOneRank(Sampler[int]):
     """Knows ranks; built for one process. With two of them it is passed with ``shard=False``."""
 
@@ -211,14 +179,6 @@ class Cuts(Dataset[Any]):
 # --- read from the start ---
 
 
-class OwnIteration(DataLoader[Any]):
-    """Moves each batch, as subclasses with an ``__iter__`` of their own do."""
-
-    def __iter__(self) -> Any:
-        for batch in super().__iter__():
-            yield {name: part for name, part in batch.items()}  # noqa: C416
-
-
 class OnDevice:
     """An object around a loader."""
 
@@ -238,40 +198,6 @@ def declared(source: Any, inside: str) -> Any:
     return midepoch.wrap(source, seed=3, inside=inside)
 
 
-class Pipeline:
-    """Stages that are built anew in each pass, without randomness."""
-
-    def __init__(self, count: int) -> None:
-        self.stages: list[Any] = [lambda numbers: (number * 2 for number in numbers), lambda numbers: map(str, numbers)]
-        self.count = count
-
-    def __iter__(self) -> Iterator[Any]:
-        stream: Any = range(self.count)
-        for stage in self.stages:
-            stream = stage(stream)
-        yield from stream
-
-
-class WrapsCuts(IterableDataset[Any]):
-    """A dataset and its sampler, iterated together."""
-
-    def __init__(self) -> None:
-        self.dataset, self.sampler_of_batches = Cuts(), Buckets()
-
-    def set_epoch(self, epoch: int) -> None:
-        self.sampler_of_batches.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.sampler_of_batches:
-            yield self.dataset[batch]
-
-
-def arrow_batches() -> Any:
-    arrow = importlib.import_module("pyarrow")
-    table = arrow.table({"number": list(range(40)), "text": [str(number) for number in range(40)]})
-    return lambda: importlib.import_module("pyarrow.dataset").dataset(table).scanner(batch_size=5).to_reader()
-
-
 def rows_with_a_transform() -> Any:
     import datasets
 
@@ -282,12 +208,6 @@ def rows_with_a_transform() -> Any:
 
 def with_noise(rows: Any) -> Any:
     return {"number": rows["number"], "noise": [random.random() for _ in rows["number"]]}
-
-
-def rows_with_a_format() -> Any:
-    import datasets
-
-    return DataLoader(datasets.Dataset.from_dict({"number": list(range(SIZE))}).with_format("torch"), BATCH)
 
 
 def enumerated() -> Any:
@@ -301,32 +221,16 @@ def weighted(replacement: bool = True) -> Any:
 
 WILD: dict[str, Callable[[], Any]] = {
     "graphs with a loader of their own": lambda: GraphLoader(Graphs(), BATCH, shuffle=True),
-    "modules that augment": lambda: DataLoader(Pictures(), BATCH, shuffle=True),
     "modules that augment, in workers": lambda: DataLoader(Pictures(), BATCH, shuffle=True, num_workers=2),
     "rows with a transform": rows_with_a_transform,
-    "rows with a format": rows_with_a_format,
     "batches without duplicates": lambda: DataLoader(Drawn(), batch_sampler=NoDuplicates(Drawn(), 3)),
-    "imbalanced": lambda: DataLoader(Drawn(), BATCH, sampler=Imbalanced(Drawn())),
     "weighted": lambda: DataLoader(Drawn(), BATCH, sampler=weighted()),
-    "weighted without replacement": lambda: DataLoader(Drawn(), BATCH, sampler=weighted(False)),
-    "with replacement": lambda: DataLoader(Drawn(), BATCH, sampler=RandomSampler(Drawn(), True, 30)),
-    "concatenated": lambda: DataLoader(ConcatDataset([Drawn(10), Drawn(14, 100)]), BATCH, shuffle=True),
-    "a subset": lambda: DataLoader(Subset(Drawn(), list(range(0, SIZE, 2)) * 2), BATCH, shuffle=True),
-    "shuffles in place": lambda: DataLoader(Drawn(), batch_sampler=InPlace()),
-    "of one rank": lambda: DataLoader(Drawn(), BATCH, sampler=OfOneRank()),
     "of one of two ranks": lambda: midepoch.wrap(
         DataLoader(Drawn(), 2, sampler=OfOneRank(1, 2)), seed=3, shard=False
     ),
     "buckets": lambda: midepoch.wrap(DataLoader(Cuts(), batch_size=None, sampler=Buckets()), seed=3, shard=False),
-    "buckets in a stream": lambda: DataLoader(WrapsCuts(), batch_size=None),
-    "a loader with its own iteration": lambda: declared(OwnIteration(Drawn(), BATCH, shuffle=True), ""),
     "an object around a loader": lambda: declared(OnDevice(DataLoader(Drawn(), BATCH, shuffle=True)), "loader"),
-    "an object around a loader with workers": lambda: declared(
-        OnDevice(DataLoader(Drawn(), BATCH, True, num_workers=1)), "loader"
-    ),
     "a loader in a function": enumerated,
-    "stages without randomness": lambda: Pipeline(20),
-    "arrow batches": arrow_batches,
 }
 """Rows of widely used loaders that are exact."""
 

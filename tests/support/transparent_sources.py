@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import random
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -73,19 +72,6 @@ class CountsPasses(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         self.passes += 1
         return iter(random.Random(self.epoch).sample(range(self.size), self.size))
-
-
-class WritesTheSize(BatchSampler):
-    """Sets the size of the images before each batch, as multi-scale training does."""
-
-    def __init__(self, data: Images) -> None:
-        super().__init__(RandomSampler(data), BATCH, drop_last=False)
-        self.data = data
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for number, batch in enumerate(super().__iter__()):
-            self.data.side = 2 + number
-            yield batch
 
 
 class Images(Dataset[torch.Tensor]):
@@ -275,136 +261,4 @@ SOUND: dict[str, Make] = {
     "a list": part(wrapped, listed),
     "a map-style dataset by itself": part(wrapped, Counting),
     "a generator function": part(wrapped, Rows, shard=True),
-}
-
-
-# --- bad sources ------------------------------------------------------------------------------------------------------
-
-
-class BrokenError(Exception):
-    pass
-
-
-FAULTS = {
-    "never ends": (0, None), "ends at once": (0, 0), "raises at first": (0, 7), "raises later": (4, 7),
-    "raises after its last": (7, 7), "gives None": (0, 7), "gives the same object": (0, 7), "a length too low": (5, 7),
-    "a length too high": (9, 7),
-}  # fmt: skip
-
-
-class Faulty:
-    """Units 0 to 6, with one fault."""
-
-    def __init__(self, fault: str) -> None:
-        self.fault = fault
-        self.at, self.count = FAULTS[fault]
-        self.same = torch.zeros(1)
-
-    def units(self) -> Iterator[Any]:
-        for number in itertools.count() if self.count is None else range(self.count):
-            if self.fault.startswith("raises") and number == self.at:
-                raise BrokenError(f"unit {number} is broken")
-            if self.fault == "gives the same object":
-                yield self.same.fill_(number)
-            else:
-                yield None if self.fault == "gives None" else torch.tensor([number % 7])
-        if self.fault == "raises after its last":
-            raise BrokenError("there is no more")
-
-
-class Function(Faulty):
-    def __call__(self) -> Iterator[Any]:
-        return self.units()
-
-
-class Object(Faulty):
-    def __iter__(self) -> Iterator[Any]:
-        return self.units()
-
-
-class Sized(Object):
-    def __len__(self) -> int:
-        return self.at
-
-
-class Streamed(Object, IterableDataset[Any]):
-    pass
-
-
-class SizedStream(Sized, IterableDataset[Any]):
-    pass
-
-
-class Order(Sized, Sampler[int]):
-    """A sampler with the fault."""
-
-    def __iter__(self) -> Iterator[int]:
-        return map(int, self.units())
-
-
-class UnsizedOrder(Object):
-    def __iter__(self) -> Iterator[int]:
-        return map(int, self.units())
-
-
-class Indexed(Dataset[Any]):
-    """A map-style dataset with the fault."""
-
-    def __init__(self, fault: str) -> None:
-        self.fault = fault
-        self.at, self.count = FAULTS[fault]
-
-    def __len__(self) -> int:
-        return self.at if "length" in self.fault else self.count or 0
-
-    def __getitem__(self, index: int) -> Any:
-        if index >= 7:
-            raise IndexError(index)
-        if self.fault.startswith("raises") and index == min(self.at, 6):
-            raise BrokenError(f"sample {index} is broken")
-        return None if self.fault == "gives None" else torch.tensor([index])
-
-
-class ExposesIt(Faulty, IterableDataset[Any]):
-    """The sampler that it exposes has the fault."""
-
-    def __init__(self, fault: str) -> None:
-        super().__init__(fault)
-        self.sampler = (Order if "length" in fault else UnsizedOrder)(fault)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (torch.tensor([number]) for number in self.sampler)
-
-
-def faulty(form: str, fault: str) -> Any:
-    sized = "length" in fault
-    # None and what is not collated are handed out one by one.
-    single: dict[str, Any] = {"batch_size": None if fault in ("gives None", "gives the same object") else 2}
-    source: Any
-    if form == "function":
-        source = Function(fault)
-    elif form == "object":
-        source = (Sized if sized else Object)(fault)
-    elif form == "stream":
-        source = DataLoader((SizedStream if sized else Streamed)(fault), **single)
-    elif form == "dataset":
-        source = DataLoader(Indexed(fault), **single)
-    elif form == "sampler":
-        source = DataLoader(Counting(7), sampler=(Order if sized else UnsizedOrder)(fault), **single)
-    else:
-        source = DataLoader(ExposesIt(fault), **single)
-    return midepoch.wrap(source, seed=1)
-
-
-BAD: dict[str, Make] = {
-    f"{form}: {fault}": part(faulty, form, fault)
-    for form in ("function", "object", "stream", "dataset", "sampler", "exposed sampler")
-    for fault in FAULTS
-    if not (form == "function" and "length" in fault)
-    and not (form == "dataset" and fault in ("never ends", "gives the same object"))
-    and not ("sampler" in form and fault in ("gives None", "gives the same object"))
-} | {
-    "sampler: remembers": part(mapped, sampler=part(own, sources.Forgetful)),
-    "batch sampler: writes to the dataset": part(loader_of, Images, batches=WritesTheSize),
-    "exposed sampler: read for ever": part(loader_of, part(Chunks, once, endless=True)),
 }

@@ -279,11 +279,7 @@ def undisturbed(name: str, folder: Path) -> list[Any]:
     return run(name, folder / f"{name}.pt", 1_000_000, None)[0]
 
 
-LONG = {
-    "read_ahead_one_after_the_other", "accumulated_and_read_ahead", "by_turns", "evaluated_on_what_it_trains_on",
-    "a_limit_and_a_chain", "read_ahead_in_a_thread",
-    "zips_within_one_that_is_read_ahead", "read_ahead_of_validations",
-}  # fmt: skip
+LONG = {"read_ahead_of_validations"}
 
 
 @pytest.mark.parametrize(
