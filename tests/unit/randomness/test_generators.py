@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import itertools
 import random
 import sys
 import types
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import midepoch
 from midepoch import MidepochWarning
@@ -56,6 +56,15 @@ def closed_over(rng: Any) -> Callable[[], float]:
     return lambda: float(rng.random())
 
 
+def in_a_method(rng: Any) -> Any:
+    class Drawer:
+        @property
+        def number(self) -> float:
+            return float(rng.random())
+
+    return Drawer()
+
+
 def made() -> np.random.Generator:
     return np.random.default_rng(3)
 
@@ -71,6 +80,7 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "a subclass of dict": lambda rng: Holder(type("Mine", (dict,), {})(a=rng)),
     "a namespace": lambda rng: types.SimpleNamespace(rng=rng),
     "a closure": closed_over,
+    "a method's closure": in_a_method,
     "a partial": lambda rng: functools.partial(closed_over, rng),
     "a partial of a partial": lambda rng: functools.partial(functools.partial(closed_over), rng),
     "a partial's keyword": lambda rng: functools.partial(closed_over, rng=rng),
@@ -92,9 +102,9 @@ def test_the_promised_places_are_searched(place: str, make: Callable[[], Any]) -
     assert hopeless == []
 
 
-def test_classes_and_modules_lend_their_names_whoever_leads_there() -> None:
+def test_classes_lend_their_names_whoever_leads_there() -> None:
     """The top of this module would be searched too; the name says where, not the way."""
-    names = [{each.path for each in find_generators(root)[0]} for root in (OfTheClass(), Holder([OfTheClass()]))]
+    names = [{each.path for each in find_generators(root)[0]} for root in (OfTheClass(), Holder([OfTheClass]))]
     assert names[0] == names[1]
     assert any(name.endswith("OfTheClass.rng") and " -> " in name for name in names[0])
 
@@ -166,39 +176,25 @@ def test_objects_are_searched_without_being_asked() -> None:
     assert random.getstate() == before
 
 
-def test_a_generator_that_cannot_be_keyed_is_named_when_reading_begins() -> None:
-    class Hopeless(sources.Indices):
-        def __init__(self) -> None:
-            super().__init__(4)
-            self.inner = {"entropy": random.SystemRandom()}
-
-    loader = midepoch.wrap(DataLoader(Hopeless()), seed=5)
-    with pytest.warns(MidepochWarning, match=r"Hopeless.inner\['entropy'\] \(SystemRandom\).*sample_generator"):
-        next(iter(loader))
+def test_a_generator_that_cannot_be_keyed_is_named_at_the_start() -> None:
+    dataset = sources.Indices(4)
+    dataset.inner = {"entropy": random.SystemRandom()}  # type: ignore[attr-defined]
+    told = pytest.warns(MidepochWarning, match=r"Indices.inner\['entropy'\] \(SystemRandom\).*sample_generator")
+    with told:
+        next(iter(midepoch.wrap(DataLoader(dataset), seed=5)))
 
 
 # --- at what cost ---
 
 
-@dataclasses.dataclass
-class Record:
-    name: str
-    label: int
-    box: tuple[int, int]
 
-
-class Records(Dataset[Any]):
+class Records(sources.Indices):
     """As people read annotations: a list of objects."""
 
     def __init__(self, size: int) -> None:
-        self.records = [Record(str(n), n, (n, n)) for n in range(size)]
-        self.by_name = {each.name: each for each in self.records}
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __getitem__(self, index: int) -> int:
-        return self.records[index].label
+        super().__init__(size)
+        self.records = [Holder(number) for number in range(size)]
+        self.by_name = {str(each.held): each for each in self.records}
 
 
 def test_long_containers_hold_data(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,26 +257,24 @@ def wrapped(dataset: Any, num_workers: int = 0) -> Loader:
 
 
 class Late(sources.Indices):
-    """Makes its generator when the first sample is read."""
+    """Makes its generators, one for each kind of sample, when the first batch is read."""
 
-    rng: Any = None
-
-    def __getitem__(self, index: int) -> Any:
-        if self.rng is None:
-            self.rng = np.random.default_rng()
-        return index, self.rng.random()
-
-
-class LatePart(sources.Indices):
-    """The same in a part of its own, for each kind of sample, all of which the first batch has."""
+    kinds = 1
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.parts: dict[int, Any] = {}
 
     def __getitem__(self, index: int) -> Any:
-        rng = self.parts.setdefault(index % 2, np.random.default_rng())
-        return index, rng.random()
+        kind = index % self.kinds
+        if kind not in self.parts:
+            self.parts[kind] = np.random.default_rng()
+        return index, self.parts[kind].random()
+
+
+class OfTwoKinds(Late):
+    kinds = 2
+
 
 
 class Reseeding(sources.Indices):
@@ -291,7 +285,7 @@ class Reseeding(sources.Indices):
         return index, self.rng.random()
 
 
-@pytest.mark.parametrize("kind", [Late, LatePart, Reseeding])
+@pytest.mark.parametrize("kind", [Late, OfTwoKinds, Reseeding])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_generators_made_by_the_first_batch_are_exact(kind: type[sources.Indices], num_workers: int) -> None:
     def make() -> Loader:
@@ -299,49 +293,36 @@ def test_generators_made_by_the_first_batch_are_exact(kind: type[sources.Indices
 
     with make() as loader:
         whole = sources.taken(loader) + sources.taken(loader)
-    for cut in (1, 3, 8, 11):
-        state = sources.heads(make, cut)[1] if cut < 8 else _state_after(make, cut)
-        rest = sources.resumed(make, state)
-        assert rest == whole[cut : cut + len(rest)]
-        assert rest
+    for cut in (1, 8, 11):
+        rest = sources.resumed(make, _state_after(make, cut))
+        assert rest and rest == whole[cut : cut + len(rest)]
 
 
 def _state_after(make: Callable[[], Loader], batches: int) -> Any:
     with make() as loader:
-        taken = 0
-        while True:
-            for _ in loader:
-                taken += 1
-                if taken == batches:
-                    return loader.state_dict()
+        for _ in itertools.islice(itertools.chain(loader, loader), batches):
+            state = loader.state_dict()
+    return state
+
+
+class Transformed(sources.Indices):
+    transform: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.transform.held.random()
 
 
 def test_a_transform_that_is_changed_between_epochs_is_found() -> None:
-    class Transformed(sources.Indices):
-        def __init__(self, size: int) -> None:
-            super().__init__(size)
-            self.transform: Any = Holder(np.random.default_rng(1))
-
-        def __getitem__(self, index: int) -> Any:
-            return index, self.transform.held.random()
-
-    def make(epoch: int) -> tuple[Loader, Any]:
-        dataset = Transformed(16)
-        if epoch:
-            dataset.transform = Holder(random.Random(2))
-        return wrapped(dataset), dataset
-
-    loader, dataset = make(0)
+    dataset, there = Transformed(16), Transformed(16)
+    dataset.transform, there.transform = Holder(np.random.default_rng(1)), Holder(random.Random(2))
+    loader, resumed = wrapped(dataset), wrapped(there)
     sources.taken(loader)
     dataset.transform = Holder(random.Random())
     iterator = iter(loader)
     head = [sources.plain(next(iterator)) for _ in range(2)]
-    state = loader.state_dict()
+    resumed.load_state_dict(loader.state_dict())
     tail = [sources.plain(batch) for batch in iterator]
-    resumed, _ = make(1)
-    resumed.load_state_dict(state)
-    assert sources.taken(resumed) == tail
-    assert head != tail
+    assert sources.taken(resumed) == tail != head
 
 
 class Replayed(IterableDataset[Any]):
@@ -367,34 +348,29 @@ def test_a_source_that_is_replayed_draws_alike_in_each_process() -> None:
 # --- looking on where nobody draws ---
 
 
-class Caching(sources.Indices):
-    """Draws for some samples, and keeps what it drew."""
+class Seldom(sources.Indices):
+    """Draws for some samples, and may keep what it drew."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, keeps: bool = False) -> None:
         super().__init__(size)
-        self.cache: dict[int, float] = {}
+        self.reads, self.keeps, self.cache = 0, keeps, dict[int, float]()
 
     def __getitem__(self, index: int) -> Any:
-        if index not in self.cache:
-            self.cache[index] = random.random() if index % 8 == 6 else 0.0
-        return self.cache[index]
+        self.reads += 1
+        if index in self.cache:
+            return index, self.cache[index]
+        drawn = random.random() if index % 9 == 8 else 0.0
+        if self.keeps:
+            self.cache[index] = drawn
+        return index, drawn
 
 
 def test_what_is_kept_from_a_first_look_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(OfTheClass, "rng")  # with a generator at hand nobody only looks on
-    loader = wrapped(Caching(40))
-    with pytest.warns(MidepochWarning, match="Caching drew random numbers for sample 4 or one of its batch when"):
+    loader = wrapped(Seldom(40, keeps=True))
+    with pytest.warns(MidepochWarning, match="Seldom drew random numbers for sample 8 or one of its batch when"):
         sources.taken(loader)
 
-
-class Seldom(sources.Indices):
-    """Draws for one sample in nine."""
-
-    reads = 0
-
-    def __getitem__(self, index: int) -> Any:
-        self.reads += 1
-        return index, (random.random() if index % 9 == 8 else 0.0)
 
 
 def test_only_the_batch_that_draws_first_is_read_again() -> None:
@@ -459,12 +435,6 @@ def test_each_generator_is_read_for_again_once_in_a_process() -> None:
         assert len(reads(streams, draw)) == 1
 
 
-def test_what_is_drawn_once_and_kept_is_noted() -> None:
-    streams, drawn = Streams(), dict[str, float]()
-    reads(streams, lambda: None)
-    assert reads(streams, lambda: drawn or drawn.setdefault("kept", random.random())) == ["without keys", "with keys"]
-    assert streams.kept
-
 
 def test_an_error_by_chance_is_that_of_the_stream() -> None:
     """What a batch without keys raises after it has drawn is not what it raises under them."""
@@ -519,45 +489,25 @@ def test_what_cannot_be_seeded_is_not_promised() -> None:
     assert not told and "SystemRandom" in told.reason
 
 
-class _HeldAsClass:
-    generator = random.Random(3)
-
 
 def test_a_class_that_is_held_and_not_its_instance() -> None:
-    class Holder:
-        def __init__(self) -> None:
-            self.kind = _HeldAsClass
-
-    (found,), hopeless = find_generators(Holder())
-    assert found.generator is _HeldAsClass.generator
+    (found,), hopeless = find_generators(Holder(OfTheClass))
+    assert found.generator is OfTheClass.rng
     assert not hopeless
 
 
 def test_a_generator_over_numpys_global_one_cannot_be_seeded() -> None:
     """Which is another one while samples are read."""
-
-    class Over(Dataset[Any]):
-        def __init__(self) -> None:
-            self.generator = np.random.Generator(np.random.get_bit_generator())
-
-        def __len__(self) -> int:
-            return 12
-
-        def __getitem__(self, index: int) -> Any:
-            return index, self.generator.normal() if index > 4 else 0.0
-
-    exact = midepoch.wrap(DataLoader(Over(), batch_size=4), seed=0).capabilities.exact_augmentations
-    assert not exact and "Over.generator (a Generator over numpy's global one)" in exact.reason
+    dataset = sources.Indices(12)
+    dataset.generator = np.random.Generator(np.random.get_bit_generator())  # type: ignore[attr-defined]
+    exact = midepoch.wrap(DataLoader(dataset, batch_size=4), seed=0).capabilities.exact_augmentations
+    assert not exact and "Indices.generator (a Generator over numpy's global one)" in exact.reason
 
 
-class NeedsItLater(Dataset[Any]):
+class NeedsItLater(sources.Indices):
     """Makes a generator when a sample of the second epoch first needs one, which is not the first sample."""
 
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        return 12
+    epoch = 0
 
     def __getitem__(self, index: int) -> Any:
         if self.epoch and index == 7 and not hasattr(self, "rng"):
@@ -565,8 +515,8 @@ class NeedsItLater(Dataset[Any]):
         return index, self.rng.random() if hasattr(self, "rng") else 0.0
 
 
-def test_a_generator_that_is_made_in_a_later_pass_is_warned_of_once() -> None:
-    dataset = NeedsItLater()
+def test_a_generator_made_in_a_later_pass_is_warned_of_once() -> None:
+    dataset = NeedsItLater(12)
     loader = midepoch.wrap(DataLoader(dataset, 2), seed=0)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
