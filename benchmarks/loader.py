@@ -27,6 +27,7 @@ from measuring import Interval, median_between, processor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 import midepoch
+from midepoch.summary import summarize
 
 BATCH_SIZE = 32
 
@@ -204,6 +205,34 @@ def state() -> None:
     micro = min(timeit.repeat(loader.state_dict, number=2000, repeat=7)) / 2000 * 1e6
     print(
         f"\nState: `state_dict()` takes {micro:.1f} µs and gives {len(json.dumps(loader.state_dict()))} bytes of JSON."
+    )
+
+
+class Transform:
+    """As one of a pipeline: numbers, small containers, a function."""
+
+    def __init__(self, number: int) -> None:
+        self.p, self.size, self.mean, self.name = 0.5, (224, 224), [0.1, 0.2, 0.3], f"transform {number}"
+        self.inner = functools.partial(pow, exp=number)
+
+
+class Files:
+    """100,000 paths with their labels, and 20 transforms."""
+
+    def __init__(self) -> None:
+        self.samples = [(f"/data/{number % 1000}/{number}.jpg", number % 1000) for number in range(100_000)]
+        self.transforms = [Transform(number) for number in range(20)]
+
+
+def summary(rounds: int) -> None:
+    """What a look at the dataset takes, once a pass and in each state."""
+    def took(dataset: Any) -> float:
+        return min(timeit.repeat(lambda: summarize(dataset=dataset), number=1, repeat=100 * rounds)) * 1e3
+
+    ours, worst = took(Files()), took([[Transform(number) for number in range(64)] for _ in range(64)])
+    print(
+        f"\nA look at what the loop has changed takes {ours:.2f} ms for a dataset of 100,000 paths and 20 "
+        f"transforms, and {worst:.2f} ms for one of 4,096 objects, most of which are left out."
     )
 
 
@@ -453,6 +482,7 @@ def main() -> None:
     overhead(arguments.rounds, arguments.batches)
     resume(20 * arguments.rounds)
     state()
+    summary(arguments.rounds)
     memory()
     sampler(arguments.rounds)
     then(arguments.rounds, arguments.batches)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import os
 import pathlib
 import random
@@ -31,12 +32,17 @@ CUT_OFF = "..." + HERE
 """In a summary that has met a bound."""
 
 _MOST_OBJECTS = 600  # that are entered
+_AS_LONG = 8  # members of a container take as long as an object
 _MOST_PATHS = 800
+_MOST_BYTES = 1 << 20  # of texts and arrays that are read
+_MOST_ATTRIBUTES = 1024  # of an object whose attributes are entered
 _DEEPEST = 10
 _SMALL = 64  # members of a container whose members are entered
+_WIDEST = 8  # of a tuple in a large container
 _PLACES = 32  # of a larger one, or of an array, that are read
 _SMALL_ARRAY = 1 << 14  # bytes that are read whole
 _LONGEST_TEXT = 4096  # characters that are read whole
+_LONGEST_NAME = 256  # of a key, or of the last part of a path
 _LARGEST_INT = 1 << 24  # larger ones are seeds, hashes or addresses
 
 _SCALARS = (bool, int, float, complex, str, bytes)  # not None: it is what is filled when it is first needed
@@ -50,7 +56,7 @@ _STANDARD = sys.stdlib_module_names - {"__main__"}
 _ENTERED = (dict, OrderedDict, defaultdict, functools.partial, types.SimpleNamespace)  # of the standard library
 _PLAIN_BASES = frozenset({"builtins", "abc", "typing", "collections", "enum", "functools", "dataclasses", "types"})
 _MAY_MOVE = _STANDARD - _PLAIN_BASES
-_OF_ONE_MACHINE = re.compile(r"[/\\]|^~|^[0-9a-fA-F-]{16,}$")  # a path, an address, a hash
+_OF_ONE_MACHINE = re.compile(r"~|[0-9a-fA-F-]{16,}\Z")  # a path of the user's, an address, a hash
 _TIMES = 1.5e9, 4e9  # seconds since 1970
 
 # Read as C reads them, so that no metaclass is asked.
@@ -67,10 +73,7 @@ def summarize(values: dict[str, Any] | None = None, /, **roots: Any) -> dict[str
     walk = _Walk({} if values is None else values)
     for name, root in roots.items():
         walk.add(name, root, 0)
-    while walk.waiting and walk.entered < _MOST_OBJECTS and len(walk.found) < _MOST_PATHS:
-        walk.enter(*walk.waiting.popleft())  # in breadth
-    if walk.waiting:
-        walk.found[CUT_OFF] = 0
+    walk.run()
     return walk.found
 
 
@@ -103,33 +106,50 @@ class _Walk:
         found: the summary so far.
         values: the numbers, texts and truth values in it.
         waiting: (path, object, depth) still to be entered.
-        entered: how many objects were.
+        entered: how many objects were, or what takes as long.
+        read: bytes of texts and arrays.
+        is_full: no more objects can be entered than wait.
+        is_cut: an object has too many attributes.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.found: dict[str, int] = {}
         self.values = values
         self.waiting: deque[tuple[str, Any, int]] = deque()
-        self.entered = 0
+        self.entered = self.read = 0
+        self.is_full = self.is_cut = False
         self._seen: set[int] = set()
         self._layouts: dict[type, _Layout] = {}
+
+    def run(self) -> None:
+        """Enter what waits, up to the bounds."""
+        waiting, found = self.waiting, self.found
+        while waiting and self.entered < _MOST_OBJECTS and len(found) < _MOST_PATHS and self.read < _MOST_BYTES:
+            self.enter(*waiting.popleft())
+        if waiting or self.is_full or self.is_cut:
+            found[CUT_OFF] = 0
 
     def add(self, path: str, value: Any, depth: int) -> None:
         """Note a value, or enter it later if it holds others."""
         kind = type(value)
+        if kind not in _SCALARS and (value is None or self.is_full):
+            return
         if issubclass(kind, np.generic):
             value = np.generic.item(value)
             kind = type(value)
         if kind in _SCALARS:
+            if kind is str or kind is bytes:
+                self.read += min(len(value), _LONGEST_TEXT)
             self.found[path if _is_steady(path, value) else path + HERE] = _crc(value)
             self.values[path] = value
         elif issubclass(kind, enum.Enum):
             self.found[path] = _crc(value._name_)
         elif issubclass(kind, _GENERATORS):
             self.found[path] = _crc(f"generator {_name(kind)}")
-        elif value is not None and depth < _DEEPEST and id(value) not in self._seen:
+        elif depth < _DEEPEST and id(value) not in self._seen:
             self._seen.add(id(value))
             self.waiting.append((path, value, depth + 1))
+            self.is_full = self.entered + len(self.waiting) >= _MOST_OBJECTS
 
     def enter(self, path: str, value: Any, depth: int) -> None:
         """Note what an object holds."""
@@ -143,7 +163,10 @@ class _Walk:
             self._sequence(path, value, list if issubclass(kind, list) else tuple, depth)
         elif issubclass(kind, (set, frozenset)):  # whose order differs from process to process
             members = list(value) if kind in (set, frozenset) and len(value) <= _SMALL else []
-            self.found[path] = sum(_crc(each) for each in members if type(each) in _SCALARS) & 0xFFFFFFFF
+            scalars = [each for each in members if type(each) in _SCALARS]
+            self.read += sum(min(len(each), _LONGEST_TEXT) for each in scalars if type(each) in (str, bytes))
+            self.entered += len(scalars) // _AS_LONG
+            self.found[path] = sum(map(_crc, scalars)) & 0xFFFFFFFF
         elif issubclass(kind, deque):
             self.found[path + HERE] = deque.__len__(value)
         elif kind is types.FunctionType:
@@ -159,23 +182,27 @@ class _Walk:
         if dict.__len__(value) > _SMALL or any(type(key) is not str for key in dict.keys(value)):
             self.found[path + HERE] = dict.__len__(value)  # a cache or an index
             return
+        self.entered += dict.__len__(value) // _AS_LONG
         for key, held in list(dict.items(value)):
-            if key not in _LEFT_OUT and not _OF_ONE_MACHINE.search(key):
+            if key not in _LEFT_OUT and len(key) <= _LONGEST_NAME and not _is_of_one_machine(key):
                 self.add(f"{path}[{key!r}]", held, depth)
 
     def _sequence(self, path: str, value: Any, base: Any, depth: int) -> None:
         size = self.found[f"{path}.len"] = base.__len__(value)
         if size <= _SMALL:
+            self.entered += size // _AS_LONG
             for place in range(size):
                 self.add(f"{path}[{place}]", base.__getitem__(value, place), depth)
             return
-        self.entered += 4  # it takes as long as that many objects
         places = (number * (size - 1) // (_PLACES - 1) for number in range(_PLACES))
-        self.found[f"{path}[*]"] = zlib.crc32(b",".join(_item(base.__getitem__(value, each)) for each in places))
+        members = [base.__getitem__(value, each) for each in places]
+        widest = max((len(each) for each in members if type(each) is tuple), default=1)
+        self.entered += 4 * max(1, min(widest, _WIDEST))  # it takes as long as that many objects
+        self.found[f"{path}[*]"] = zlib.crc32(b",".join(map(_item, members)))
         self.found[f"{path}[*]{HERE}"] = id(value)
 
     def _function(self, path: str, value: types.FunctionType, depth: int) -> None:
-        constants = b"".join(map(_item, value.__code__.co_consts[1:]))  # the first may be the docstring
+        constants = b"".join(map(_item, value.__code__.co_consts[1:_SMALL]))  # the first may be the docstring
         self.found[path] = zlib.crc32(constants, _crc(f"{value.__module__}.{value.__qualname__}"))
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             for held in _held(types.CellType.cell_contents, cell):
@@ -203,6 +230,7 @@ class _Walk:
             whole = value.nbytes <= _SMALL_ARRAY
             some = (value if whole else value[:: -(-len(value) // _PLACES)]).reshape(-1)
             some = some if whole else some[:_PLACES]
+            self.read += some.nbytes
             crc = zlib.crc32(some.tobytes() if type(value) is np.ndarray else _bytes_of(some), crc)
         self.found[path] = crc
 
@@ -213,8 +241,11 @@ class _Walk:
         if not issubclass(kind, _WITHOUT_CLASS):
             self.found[path] = _crc(_name(kind))
         attributes = layout.of_class | {slot.__name__: each for slot in layout.slots for each in _held(slot, value)}
-        if layout.own is not None:
-            attributes |= layout.own.__get__(value) or {}
+        own = {} if layout.own is None else layout.own.__get__(value) or {}
+        if len(own) > _MOST_ATTRIBUTES:
+            self.found[path + HERE], self.is_cut = len(own), True
+            return
+        attributes |= own
         names = sorted(each for each in attributes if type(each) is str)
         for name in names[: 4 * _SMALL]:
             if name not in _LEFT_OUT and not name.startswith("__"):
@@ -241,7 +272,7 @@ class _Walk:
 def _members(kind: type) -> tuple[Any, list[Any], dict[str, Any]]:
     """What a class defines itself, as a `_Layout` has it: own, slots, of_class."""
     own, slots, values = None, [], {}
-    for name, member in _dict(kind).items():
+    for name, member in itertools.islice(_dict(kind).items(), _MOST_ATTRIBUTES):
         if name == "__dict__" and type(member) in (types.GetSetDescriptorType, types.MemberDescriptorType):
             own = member
         elif type(member) is types.MemberDescriptorType:
@@ -272,23 +303,35 @@ def _is_steady(path: str, value: Any) -> bool:
         is_ours = value in (os.getpid(), os.getppid())
         return abs(value) < _LARGEST_INT and not is_ours and not path.rstrip("']").endswith("seed")
     if type(value) is str:
-        return not _OF_ONE_MACHINE.search(value[:_LONGEST_TEXT])
+        return not _is_of_one_machine(value[:_LONGEST_TEXT])
     return not (type(value) is float and _TIMES[0] < value < _TIMES[1])
+
+
+def _is_of_one_machine(text: str) -> bool:
+    return "/" in text or "\\" in text or _OF_ONE_MACHINE.match(text) is not None
 
 
 def _item(value: Any) -> bytes:
     """Of a long list's member only numbers and texts count, of a path its last part."""
     if type(value) is tuple:
-        return b"".join(map(_item, value[:8]))
+        return b"".join(map(_item, value[:_WIDEST]))
     if issubclass(type(value), pathlib.PurePath) and type(value).__module__.startswith("pathlib"):
         value = value.name
     if type(value) is str:
-        return value[-_LONGEST_TEXT:].replace("\\", "/").rpartition("/")[2].encode(errors="surrogatepass")
-    return repr(value).encode() if type(value) in (bool, int, float) else b"."
+        return value[-_LONGEST_NAME:].replace("\\", "/").rpartition("/")[2].encode(errors="surrogatepass")
+    return repr(_short(value)).encode() if type(value) in (bool, int, float) else b"."
 
 
 def _crc(value: Any) -> int:
     """Of a number or text; of a long text, of its length and its ends."""
-    if type(value) in (str, bytes) and len(value) > _LONGEST_TEXT:
-        value = (len(value), value[: _LONGEST_TEXT // 2], value[-_LONGEST_TEXT // 2 :])
-    return zlib.crc32(repr(value).encode(errors="surrogatepass"))
+    if type(value) in (str, bytes):
+        size, crc = len(value), zlib.crc32(b"t" if type(value) is str else b"b")
+        if size > _LONGEST_TEXT:
+            value, crc = value[: _LONGEST_TEXT // 2] + value[-_LONGEST_TEXT // 2 :], zlib.crc32(str(size).encode(), crc)
+        return zlib.crc32(value.encode(errors="surrogatepass") if type(value) is str else value, crc)
+    return zlib.crc32(repr(_short(value)).encode())
+
+
+def _short(value: Any) -> Any:
+    """A number. Of an integer that python does not write, the last digits."""
+    return value if type(value) is not int or value.bit_length() <= _LONGEST_TEXT else value % _LARGEST_INT

@@ -25,7 +25,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import midepoch
 from midepoch import MidepochError, MidepochWarning
 from midepoch.loader.loader import Loader
-from midepoch.summary import CUT_OFF, HERE, changed_paths, summarize
+from midepoch.summary import CUT_OFF, HERE, _Walk, changed_paths, summarize
 from support.places import TESTS
 
 METHODS = [pytest.param("fork"), pytest.param("spawn", marks=pytest.mark.long)]
@@ -195,6 +195,75 @@ def test_a_summary_is_bounded(value: Any) -> None:
     found = summarize(data=value)
     assert 1 <= len(found) <= 1100
     assert summarize(data=value) == found
+
+
+class Transform:
+    def __init__(self, number: int) -> None:
+        self.p, self.size, self.mean, self.name = 0.5, (224, 224), [0.1, 0.2, 0.3], f"transform {number}"
+        self.inner, self.flags = functools.partial(pow, exp=number), {"first": not number, "number": number}
+
+
+class Files(Dataset[str]):
+    """100,000 paths, their labels, and 20 transforms."""
+
+    def __init__(self) -> None:
+        self.paths = [f"/data/{number % 1000}/{number}.jpg" for number in range(100_000)]
+        self.labels = [number % 1000 for number in range(100_000)]
+        self.samples = list(zip(self.paths, self.labels, strict=True))
+        self.number_of = {f"class {number}": number for number in range(1000)}
+        self.transforms = [Transform(number) for number in range(20)]
+        self.weights = np.zeros(100_000)
+
+
+class Wide:
+    def __init__(self, count: int) -> None:
+        vars(self).update({f"name_{number}": number for number in range(count)})
+
+
+def nested(make: Callable[[], Any], depth: int = 2) -> list[Any]:
+    return [make() if depth == 1 else nested(make, depth - 1) for _ in range(64)]
+
+
+def calls_of(value: Any) -> int:
+    """Calls of Python's functions and of C's in one summary, after a first one, which learns of classes."""
+    summarize(data=value)
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        summarize(data=value)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [
+        (Files, 8_000),
+        (lambda: nested(lambda: Transform(1)), 25_000),
+        (lambda: nested(lambda: {f"key {number}": {"p": number} for number in range(64)}), 25_000),
+        (lambda: nested(lambda: [("x" * 10_000,) * 99] * 99), 25_000),
+        (lambda: nested(lambda: [f"{number}" * 5000 for number in range(64)], 1), 25_000),
+        (lambda: nested(lambda: {f"{number}" * 5000 for number in range(64)}, 1), 25_000),
+        (lambda: nested(lambda: np.zeros(4096, np.float32)), 25_000),
+        (lambda: nested(lambda: Wide(1000), 1), 25_000),
+        (lambda: Wide(100_000), 100),
+        (lambda: {"k" * 100_000: 1, "p": 1 << 100_000}, 100),
+    ],
+    ids=["files", "objects", "dicts", "tuples", "texts", "sets", "arrays", "attributes", "wide", "long"],
+)
+def test_a_summary_looks_at_a_bounded_number(make: Callable[[], Any], most: int) -> None:
+    value = make()
+    assert 10 < calls_of(value) <= most
+    walk = _Walk({})
+    walk.add("data", value, 0)
+    walk.run()
+    assert walk.read < (1 << 20) + 64 * 4096, "bytes"
 
 
 def test_what_is_cut_off_is_said_and_is_no_change() -> None:
