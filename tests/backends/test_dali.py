@@ -30,7 +30,6 @@ from PIL import Image
 import midepoch
 from midepoch import World
 from midepoch.adapters import dali
-from midepoch.adapters.dali import wire
 from midepoch.adapters.dali.random import _first_that_fits
 from midepoch.adapters.dali.readers import _Files
 from midepoch.adapters.dali.sizes import Sizes, jpeg_size
@@ -303,26 +302,6 @@ def test_where_only_a_checkpoint_leads_is_refused(root: str) -> None:
     assert expected == ids(native(root=root))
 
 
-def test_a_factory_is_called_for_each_resume(root: str) -> None:
-    made: list[Any] = []
-
-    def make(checkpointing: dict[str, Any]) -> Any:
-        made.append(sources.MakeCallback("python", root, False)(checkpointing))
-        assert not made[-1]._ever_scheduled
-        return made[-1]
-
-    with midepoch.wrap(dali.factory(make)) as loader:
-        iterator = iter(loader)
-        next(iterator)
-        state = loader.state_dict()
-        rest = [content(batch) for batch in iterator] + [content(batch) for batch in loader]
-        assert len(made) == 1
-    with midepoch.wrap(dali.factory(make)) as loader:
-        loader.load_state_dict(state)
-        assert [content(batch) for _ in range(2) for batch in loader] == rest
-    assert len(made) == 3
-
-
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_next_epoch_after_a_break_is_reached_by_reading(root: str, padded: bool) -> None:
     make = functools.partial(native, root=root, size=20, pad_last_batch=padded)
@@ -374,15 +353,6 @@ def test_graphs_that_call_python_need_a_factory_whose_laws_hold(root: str, kind:
         identify=lambda_free_identify, draws=draws,
     )  # fmt: skip
     assert report.holds, str(report)
-
-
-def test_a_parallel_source_through_a_factory(root: str) -> None:
-    loader = sources.from_factory("external", root, parallel=True)
-    head = [content(batch) for _, batch in zip(range(2), loader, strict=False)]
-    resumed = sources.from_factory("external", root)
-    resumed.load_state_dict(loader.state_dict())
-    assert head + [content(batch) for batch in resumed] == [content(batch) for batch in sources.from_factory()]
-    loader.close()
 
 
 def test_what_native_cannot_resume_is_refused_with_the_way_out(root: str) -> None:
@@ -466,22 +436,6 @@ def test_another_shard_of_the_same_length_is_refused(
     make(saved).load_state_dict(state)
     with pytest.raises(StateMismatchError, match=told):
         make(here).load_state_dict(state)
-
-
-def test_another_list_of_files_of_the_same_length(root: str, tmp_path: Path) -> None:
-    def make(folder: Path) -> Any:
-        return midepoch.wrap(sources.classification(str(folder)))
-
-    here, moved, other = tmp_path / "a", tmp_path / "b", tmp_path / "c"
-    for folder in (here, moved, other):
-        shutil.copytree(Path(root) / "jpeg", folder / "jpeg")
-    (other / "jpeg/class0/000.jpg").rename(other / "jpeg/class0/000b.jpg")
-    loader = make(here)
-    ids_of = [content(batch) for _, batch in zip(range(2), loader, strict=False)]
-    assert ids_of
-    make(moved).load_state_dict(loader.state_dict())
-    with pytest.raises(StateMismatchError, match=r"Reader\.data differs"):
-        make(other).load_state_dict(loader.state_dict())
 
 
 def test_a_dali_of_another_format(root: str, saved: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -568,24 +522,6 @@ def iter_of(loader: Any) -> Iterator[Any]:
     return iter(loader)
 
 
-def test_bad_data_at_once_and_in_what_nobody_asked_for(bad: Path, root: str) -> None:
-    expected = ids(sampled(root=root))
-    spoil(Path(sources.images(str(bad), 18)[expected[0][0]]), "corrupt")
-    loader = sampled(root=str(bad), prepare=False)
-    for _ in range(2):
-        with pytest.raises(SourceError, match="positions 0 to 2"):
-            next(iter_of(loader))
-    loader.seek(position=3)
-    assert ids(loader) == expected[1:]
-    # What was prefetched and thrown away may be bad.
-    spoil(Path(sources.images(str(bad), 18)[expected[4][0]]), "corrupt")
-    loader = sampled(root=str(bad), prepare=False)
-    loader.seek(position=9)
-    next(iter(loader))
-    loader.seek(position=15)
-    assert ids(loader) == expected[5:]
-
-
 @pytest.mark.parametrize("how", ["shrinks", "is replaced"])
 def test_an_archive_that_changes_before_it_is_read(bad: Path, how: str) -> None:
     loader = sampled(root=str(bad), reader="webdataset", size=40, batch_size=5)
@@ -594,15 +530,6 @@ def test_an_archive_that_changes_before_it_is_read(bad: Path, how: str) -> None:
     (bad / "new.tar").replace(bad / "1.tar")
     with pytest.raises(SourceError, match=r"positions \d+ to \d+ .*1\.tar was changed after it was indexed"):
         list(loader)
-
-
-def test_an_archive_that_is_not_there(tmp_path: Path) -> None:
-    @pipeline_def(batch_size=9, num_threads=1, device_id=None)
-    def pipeline() -> Any:
-        return dali.readers.webdataset(tmp_path / "a.tar", ext="jpg")
-
-    with pytest.raises(SourceError, match=r"a\.tar cannot be read .*restore the file"):
-        pipeline()
 
 
 def test_a_resume_reads_nothing_that_it_skips(bad: Path, root: str) -> None:
@@ -849,23 +776,6 @@ def test_an_image_whose_size_cannot_be_told_is_named(tmp_path: Path, damage: str
     assert [batch[0]["label"].flatten().tolist() for batch in loader] == [[4, 5]]
 
 
-@pytest.mark.parametrize("conditionals", [False, True])
-def test_windows_of_a_pixel_and_with_conditionals(tmp_path: Path, conditionals: bool) -> None:
-    paths = [tmp_path / f"{number}.jpg" for number in range(6)]
-    for number, path in enumerate(paths):
-        path.write_bytes(jpeg(1 + number // 2, 1 + number % 2))
-
-    @pipeline_def(batch_size=2, num_threads=1, device_id=None, enable_conditionals=conditionals)
-    def pipeline() -> Any:
-        encoded, _ = dali.readers.file(files=paths, random_shuffle=True)
-        window = dali.random.crop_window(encoded, (0.001, 0.1))
-        return fn.decoders.image_slice(encoded, *window, axis_names="HW").shape()
-
-    loader = midepoch.wrap(DALIGenericIterator([pipeline()], ["shape"]), seed=1)
-    shapes = [batch[0]["shape"] for _ in range(5) for batch in loader]
-    assert len(shapes) == 15 and all((each[:, :2] >= 1).all() for each in shapes)
-
-
 def test_windows_are_chosen_for_what_a_reader_gave_alone(root: str) -> None:
     @pipeline_def(batch_size=2, num_threads=1, device_id=None)
     def pipeline(reader: Callable[[], Any]) -> Any:
@@ -901,25 +811,6 @@ def test_crop_windows_are_distributed_as_dalis(root: str) -> None:
     theirs = np.concatenate([np.asarray(bare.run()[0].as_tensor()) for _ in range(25)]).astype(np.float64)
     assert stats.ks_2samp(ours.prod(1), theirs.prod(1)).pvalue > 1e-4
     assert stats.ks_2samp(ours[:, 1] / ours[:, 0], theirs[:, 1] / theirs[:, 0]).pvalue > 1e-4
-
-
-def test_in_conditional_pipelines(root: str) -> None:
-    @pipeline_def(batch_size=4, num_threads=1, device_id=None, enable_conditionals=True)
-    def pipeline() -> Any:
-        label = dali.readers.numpy(f"{root}/npy", random_shuffle=True)
-        if dali.random.coin_flip():
-            label = label + 1000
-        return label
-
-    def make() -> Any:
-        return midepoch.wrap(DALIGenericIterator([pipeline()], ["label"]), seed=2)
-
-    loader = make()
-    whole = ids(loader)
-    assert 5 < sum(label >= 1000 for batch in whole for label in batch) < 35
-    loader = make()
-    ids(loader, 3)
-    assert ids(loader_after(make(), loader.state_dict())) == whole[3:]
 
 
 def test_what_midepochs_readers_cannot_do_is_refused(root: str) -> None:
@@ -1004,20 +895,6 @@ def test_device_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", 3), ("WORLD_SIZE", 4), ("LOCAL_RANK", 3)):
         monkeypatch.setenv(name, str(value))
     assert dali.device_id() == 3
-
-
-def test_the_wire_format() -> None:
-    fields = [wire.Field.of(1, 300), wire.Field.of(2, "text"), wire.Field(3, 5, b"1234"), wire.Field(4, 1, b"12345678")]
-    message = wire.pack(fields)
-    assert wire.unpack(message) == fields
-    for place in range(1, len(message)):
-        try:
-            wire.unpack(message[:place])
-        except ValueError:
-            continue
-        assert any(message[:place] == wire.pack(fields[:count]) for count in range(4))
-    with pytest.raises(ValueError, match="integer"):
-        wire.unpack(b"\xff" * 12)
 
 
 @pytest.mark.parametrize("name", ["dali_native.py", "dali_elastic.py"])

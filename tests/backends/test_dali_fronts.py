@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 import shutil
@@ -115,17 +114,6 @@ class ReadsAhead:
         return len(self.inside)
 
 
-class InAList:
-    """Several iterators, one after the other."""
-
-    def __init__(self, *inside: Any) -> None:
-        self.inside = list(inside)
-
-    def __iter__(self) -> Iterator[Any]:
-        for each in self.inside:
-            yield from each
-
-
 @pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize("kind", [Reshapes, ReadsAhead])
 def test_objects_that_hold_an_iterator_go_on_exactly(kind: Any, ours: bool, root: str) -> None:
@@ -147,19 +135,8 @@ def test_what_is_not_declared_is_refused_with_the_line(root: str) -> None:
         midepoch.wrap(Reshapes(made))
     with pytest.raises(Unsupported, match=r"reads a DALI iterator.*Wrap the DALI iterator itself.*then="):
         midepoch.wrap(lambda: iter(made))
-    with pytest.raises(Unsupported, match=r"InAList reads a DALI iterator.*Wrap the DALI iterator itself.*then="):
-        midepoch.wrap(InAList(made))
     with pytest.raises(Unsupported, match=r"has no loader there: write inside='inside'"):
         midepoch.wrap(Reshapes(made), inside="iterator")
-
-
-class ByItself(Reshapes):
-    """Asks the iterator itself, in its own spelling."""
-
-    def batches(self) -> Iterator[Any]:
-        with contextlib.suppress(StopIteration):
-            while True:
-                yield self.inside.next()[0]["number"]
 
 
 class TwoOfThem(Reshapes):
@@ -171,7 +148,6 @@ class TwoOfThem(Reshapes):
 
 
 def test_what_is_declared_is_watched(root: str) -> None:
-    assert len(every_cut(lambda: midepoch.wrap(ByItself(iterator(root)), seed=5, inside="inside"), 2)) == 8
     told = "TwoOfThem has handed out 2 batches, and asked for 4 inside"
     with midepoch.wrap(TwoOfThem(iterator(root)), inside="inside") as two, pytest.raises(SourceError, match=told):
         list(two)
@@ -374,15 +350,6 @@ def test_settings_that_change_no_data_are_not_compared(root: str) -> None:
         assert labels(other) == rest, name
 
 
-def tfrecord(folder: Path, feature: Any, name: str = "number") -> midepoch.Loader:
-    reader = ndd.readers.TFRecord(
-        path=[str(folder / "records")], index_path=[str(folder / "index")], features={name: feature},
-        random_shuffle=True, seed=3, initial_fill=5,
-    )  # fmt: skip
-    epochs = functools.partial(reader.next_epoch, batch_size=BATCH)
-    return midepoch.wrap(epochs, then=lambda batch: [int(np.asarray(each)[0]) for each in batch[name]], seed=1)
-
-
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
@@ -416,10 +383,5 @@ def test_what_dali_cannot_build_with_checkpoints_is_refused(root: str) -> None:
     for made, why in ((keeps_none, "Fits reader"), (separated, "Checkpointing is not supported with `separated`")):
         with pytest.raises(SourceError, match=rf"cannot build this pipeline with checkpoints \(.*{why}.*dali.readers"):
             next(iter(midepoch.wrap(made)))
-
-
-def test_a_reader_s_name_beside_midepoch_s_readers(root: str) -> None:
-    with pytest.raises(Unsupported, match=r"reader_name='Reader': midepoch's readers tell the length"):
-        DALIGenericIterator([fed(root)], ["number", "drawn"], reader_name="Reader")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import random
 import warnings
 from collections import Counter
@@ -164,26 +163,6 @@ def test_workers_started_either_way(context: str) -> None:
         assert sources.taken(loader) == whole
 
 
-def test_any_number_of_workers_on_either_side() -> None:
-    whole = sources.taken(wrapped("shuffled"))
-    for before, after in itertools.product((0, 1, 2), repeat=2):
-        state = sources.heads(lambda n=before: midepoch.wrap(sources.noisy_loader(num_workers=n), seed=5), 3)[1]  # type: ignore[misc]
-        rest = sources.resumed(lambda n=after: midepoch.wrap(sources.noisy_loader(num_workers=n), seed=5), state)  # type: ignore[misc]
-        assert rest == whole[3:], (before, after)
-
-
-@pytest.mark.parametrize("name", ["shuffled", "weighted", "own sampler"])
-def test_a_sample_s_augmentation_is_the_same_on_any_world(name: str) -> None:
-    """So the samples of all ranks in order are those of one process, bit for bit, but for the padding at the end."""
-    alone = sources.flat(sources.taken(wrapped(name)))
-    for world_size in (2, 3):
-        ranks = [sources.taken(wrapped(name, world=World(rank, world_size))) for rank in range(world_size)]
-        together = [sample for step in zip(*ranks, strict=True) for batch in step for sample in batch]
-        assert together[: len(alone)] == alone
-        # A padded repeat has the very stream of what it repeats.
-        assert together[len(alone) :] == alone[: -len(alone) % world_size]
-
-
 def test_collate_randomness_is_exact_on_the_same_split() -> None:
     one = sources.taken(wrapped("collate"))
     assert len({batch[1] for batch in one}) == len(one)
@@ -273,11 +252,6 @@ def test_a_distributed_sampler_of_another_world_is_refused() -> None:
     loader = midepoch.wrap(DataLoader(sources.Noisy(SIZE), batch_size=4, sampler=sampler), world=World(0, 3))
     with pytest.raises(MidepochError, match=r"0 of 2.*0 of 3"):
         len(loader)
-
-
-def test_without_a_sampler_the_loader_is_sharded() -> None:
-    ranks = [sources.taken(wrapped("shuffled", world=World(rank, 2))) for rank in range(2)]
-    assert sorted(indices(ranks)) == list(range(SIZE))
 
 
 # --- ResumableSampler ---

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import inspect
 import json
@@ -11,7 +10,6 @@ import os
 import pkgutil
 import threading
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,14 +66,6 @@ def images_with(*operations: Any) -> dict[str, Any]:
 
 def threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "midepoch-ffcv"}
-
-
-def wait_until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.02)
-    return condition()
 
 
 # --- the laws ---------------------------------------------------------------------------------------------------------
@@ -417,19 +407,6 @@ def test_without_streams_all_is_as_ffcv_has_it() -> None:
 # --- threads and buffers ----------------------------------------------------------------------------------------------
 
 
-def test_break_leaves_no_thread() -> None:
-    loader = sources.load(pipelines="plain", kind="raw", os_cache=False)
-    before = set(threading.enumerate())
-    read(loader, 1)
-    read(loader, 2)
-    assert len(threads()) == 1, "the pass that was given up has ended its thread"
-    loader.close()
-    assert wait_until(lambda: set(threading.enumerate()) <= before)
-    read(loader, 1)
-    del loader
-    assert wait_until(lambda: set(threading.enumerate()) <= before)
-
-
 def test_a_batch_is_valid_until_the_next_one_copies_stay() -> None:
     options: dict[str, Any] = {"batches_ahead": 1, "batch_size": 2, "order": OrderOption.SEQUENTIAL}
     expected = read(midepoch.wrap(sources.make(**options)))
@@ -581,15 +558,6 @@ def test_tables_that_do_not_fit_each_other_are_damage(copied: Callable[[str], Pa
             adapter.check_file(path)
 
 
-@pytest.mark.parametrize("lost", [100, 24])
-def test_a_file_without_its_end_is_refused_when_it_is_wrapped(copied: Callable[[str], Path], lost: int) -> None:
-    path = copied("raw")
-    truncate(path, path.stat().st_size - lost)
-    bare = sources.make(path=str(path))  # FFCV notices nothing
-    with pytest.raises(SourceError, match="byte"):
-        midepoch.wrap(bare)
-
-
 @pytest.mark.parametrize("os_cache", [True, False])
 def test_a_file_that_changes_or_goes_is_noticed(copied: Callable[[str], Path], os_cache: bool) -> None:
     path = copied("raw")
@@ -693,32 +661,6 @@ def test_a_damaged_jpeg_is_named(copied: Callable[[str], Path], workers: int) ->
     assert len(read(loader)) == 2
 
 
-def test_a_jpeg_of_another_size_than_the_file_says_is_named(copied: Callable[[str], Path]) -> None:
-    path = copied("jpeg")
-    reader = sources.make(sources.readme_pipelines(), str(path)).reader
-    entry = reader.alloc_table[reader.alloc_table["sample_id"] == 5][0]
-    data = bytearray(path.read_bytes())
-    frame = data.index(b"\xff\xc0", int(entry["ptr"]))
-    data[frame + 6] ^= 8  # other rows
-    path.write_bytes(data)
-    bare = sources.make(sources.readme_pipelines(), str(path), order=OrderOption.SEQUENTIAL)
-    with pytest.raises(SourceError, match=r"at position 5 of epoch 0, .* its JPEG data has another"):
-        read(midepoch.wrap(bare, seed=1))
-
-
-def test_what_a_module_holds_is_part_of_a_kernel() -> None:
-    settings = types.ModuleType("settings")
-    settings.level = 1  # type: ignore[attr-defined]
-
-    def function(labels: Any) -> Any:
-        return labels + settings.level
-
-    before = kernels.identity(function)
-    assert kernels.identity(function) == before
-    settings.level = 2  # type: ignore[attr-defined]
-    assert kernels.identity(function) != before
-
-
 def test_an_error_in_the_thread_reaches_the_consumer() -> None:
     fails = sources.Fails(sample=9)
     pipelines = images_with()
@@ -734,19 +676,6 @@ def test_an_error_in_the_thread_reaches_the_consumer() -> None:
         assert loader.position == 8
         fails.fails = False
         assert labels(read(iterator)) == list(range(8, sources.SIZE))
-
-
-def test_an_operation_that_returns_something_else_is_named() -> None:
-    class Fresh(sources.Noise):
-        def generate_code(self) -> Callable[..., Any]:
-            def fresh(images: Any, memory: Any) -> Any:
-                return images + 1
-
-            return fresh
-
-    adapter.declare(Fresh, "sample")
-    with pytest.raises(SourceError, match="Fresh returned neither its input nor its memory"):
-        read(midepoch.wrap(sources.make(images_with(Fresh()))))
 
 
 def test_an_order_of_a_users_own_is_refused() -> None:

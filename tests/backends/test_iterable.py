@@ -6,7 +6,6 @@ import copy
 import functools
 import random
 import warnings
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -553,29 +552,6 @@ def test_gather_without_torch_distributed_says_so() -> None:
     alone = stateful_at(0, 1)
     next(iter(alone))
     assert midepoch.gather(alone) == alone.state_dict()
-
-
-class Bulky(sources.Counter):
-    """Its state holds tensors, arrays and generator states."""
-
-    def state_dict(self) -> dict[str, Any]:
-        generator = torch.get_rng_state()
-        crc = zlib.crc32(generator.numpy().tobytes())
-        return {"given": self.given, "torch": generator, "crc": crc, "numpy": np.random.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert zlib.crc32(state["torch"].numpy().tobytes()) == state["crc"]
-        assert isinstance(state["numpy"], tuple)
-        super().load_state_dict(state)
-
-
-def test_a_state_of_tensors_arrives_as_it_was() -> None:
-    def make() -> Loader:
-        return midepoch.wrap(Bulky(6))
-
-    state = sources.heads(make, 2)[1]
-    assert sources.resumed(make, state) == [2, 3, 4, 5]
-    assert len(str(state)) < 16_384
 
 
 @pytest.mark.parametrize(

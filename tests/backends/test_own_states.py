@@ -24,7 +24,7 @@ import numpy as np
 import own_states_job
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
@@ -802,41 +802,6 @@ class Timed(Plain):
         return "of what it says, most is the same", number, time.perf_counter_ns()
 
 
-class HoldsADate(Plain):
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "since": Path("2026")}
-
-
-class RaisesOnce(Plain):
-    def state_dict(self) -> dict[str, Any]:
-        if self.place == 12:
-            raise RuntimeError("between two files")
-        return super().state_dict()
-
-
-class SaysItWhileItIsRead(Plain):
-    """It has a state once its first sample was read."""
-
-    begins = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.reading: dict[str, int] | None = None
-        return self.read()
-
-    def read(self) -> Iterator[int]:
-        self.reading, self.begins = {"place": self.begins}, 0
-        while self.reading["place"] < self.size:
-            self.reading["place"] += 1
-            yield self.reading["place"]
-
-    def state_dict(self) -> dict[str, Any]:
-        assert self.reading is not None
-        return dict(self.reading)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.begins = state["place"]
-
-
 def plain(kind: Any, batch_size: int = 4, **options: Any) -> Loader:
     return wrap(DataLoader(kind(), batch_size, num_workers=1, collate_fn=list), seed=1, **options)
 
@@ -871,42 +836,6 @@ def test_verify_and_a_batch_that_is_read_again() -> None:
         assert [batch[0][1] for batch in itertools.islice(resumed, 3)] == [9, 13, 17]
         promises = resumed.capabilities
         assert promises.exact_order.answer == promises.exact_augmentations.answer == "believed"
-
-
-def test_without_streams_no_batch_is_compared() -> None:
-    source = functools.partial(DataLoader, Counting(), 3, num_workers=1)
-    with wrap(source(), seed=1, randomness="none") as loader:
-        taken(loader, 3)
-        state, order = loader.state_dict(), loader.capabilities.exact_order
-    assert order.believed and not loader.capabilities.exact_augmentations
-    with wrap(source(), seed=1, randomness="none") as resumed:
-        resumed.load_state_dict(state)
-        assert next(iter(resumed))[:, 0].tolist() == [9, 10, 11]
-
-
-@pytest.mark.parametrize(
-    ("kind", "why", "places"),
-    [
-        (HoldsADate, r"state\['since'\] holds a PosixPath, .* built-in types", [2, 3, 4, 5]),
-        (RaisesOnce, r"RaisesOnce raised RuntimeError: between two files: let it return a state after each batch", [4]),
-    ],
-)
-def test_a_dataset_without_a_state_now_and_then_is_read(kind: Any, why: str, places: list[int]) -> None:
-    refused = []
-    with plain(kind) as loader:
-        for number, batch in enumerate(loader, 1):
-            assert batch[0] == 4 * number - 3
-            if number < 6:
-                try:
-                    state = loader.state_dict()
-                except StateError as error:
-                    assert re.search(why, str(error))
-                    refused.append(number)
-        assert number == 15 and refused == places
-        loader.state_dict()  # nothing is left, so that no state is needed
-    with plain(kind) as resumed:
-        resumed.load_state_dict(state)
-        assert next(iter(resumed))[0] == (5 if kind is HoldsADate else 21)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -1122,14 +1051,6 @@ class DrawsSeldom(Counting):
         self.place = 0
 
 
-class WithoutState(IterableDataset[Any]):
-    """Draws for some numbers only. It has no state, so torchdata reads it again to its place."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for number in range(20):
-            yield [number, random.random() if number % 10 > 6 else 0.0]
-
-
 class EndsOnceMore(IterableDataset[Any]):
     """From the state of its end it gives an empty pass, as torchdata's tests have it. It may draw for one number."""
 
@@ -1177,29 +1098,6 @@ class AtOnce:
         return iter(torch.randperm(20, generator=self.generator if self.kind == "torch" else None).tolist())
 
 
-class NotesItsGenerator(IterableDataset[int]):
-    """Its state tells where its generator stood when the epoch began, which it notes when it is first read."""
-
-    def __init__(self) -> None:
-        self.generator, self.position, self.loaded = np.random.default_rng(5), 0, False
-        self.began: Any = self.generator.bit_generator.state
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"began": self.began, "position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.bit_generator.state = state["began"]
-        self.position, self.loaded = state["position"], True
-
-    def __iter__(self) -> Iterator[int]:
-        self.position, self.loaded = self.position if self.loaded else 0, False
-        self.began = self.generator.bit_generator.state
-        order = self.generator.permutation(9).tolist()
-        while self.position < 9:
-            self.position += 1
-            yield order[self.position - 1]
-
-
 class LongerEachEpoch:
     """Batches of two, more of them in each epoch that it is told of."""
 
@@ -1230,11 +1128,6 @@ class LongerStream(LongerEachEpoch, IterableDataset[Any]):
         self.epoch, self.position, self.loaded = state["epoch"], state["position"], True
 
 
-class Echo(Dataset[Any]):
-    def __getitem__(self, index: Any) -> Any:
-        return index
-
-
 # --- every place ------------------------------------------------------------------------------------------------------
 
 
@@ -1248,26 +1141,6 @@ def of_sampler(form: str, make: Callable[[], Any]) -> Any:
     if form == "in batches":
         return StatefulDataLoader(range(20), batch_sampler=torch.utils.data.BatchSampler(sampler, 2, False))
     return StatefulDataLoader(range(20), None if form == "one by one" else 2, sampler=sampler)
-
-
-class KeepsWhatItLoads(Counting):
-    """Says its state, and takes it over, without a copy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state = {"place": 0}
-
-    def __iter__(self) -> Iterator[int]:
-        while self.state["place"] < self.size:
-            self.state["place"] += 1
-            yield self.state["place"]
-        self.state["place"] = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
 
 
 SAMPLERS: dict[str, Callable[[], Any]] = {
@@ -1286,7 +1159,6 @@ TOLD_THE_EPOCH: dict[str, Callable[[], Any]] = {
 }
 LONGER: dict[str, Callable[[], Any]] = {
     "longer, batch sampler": lambda: StatefulDataLoader(list(range(99)), batch_sampler=LongerEachEpoch()),
-    "longer, sampler": lambda: StatefulDataLoader(Echo(), 1, sampler=LongerEachEpoch()),
     "longer, StatefulDataLoader of a stream": lambda: StatefulDataLoader(LongerStream(), 2),
     "longer, DataLoader of a stream": lambda: DataLoader(LongerStream(), 2),
     "longer, by itself": LongerStream,
@@ -1304,17 +1176,8 @@ PLACES: dict[str, Callable[[], Any]] = {
         range(8), 2, shuffle=True, num_workers=1, persistent_workers=True
     ),
     "a stream without a state, StatefulDataLoader": lambda: StatefulDataLoader(Drawing(), 4),
-    "a stream without a state that draws seldom, StatefulDataLoader": lambda: StatefulDataLoader(
-        WithoutState(), 2, collate_fn=list
-    ),
     "a stream that draws seldom, StatefulDataLoader": lambda: StatefulDataLoader(DrawsSeldom(), 2),
     "a stream that draws seldom, DataLoader": lambda: DataLoader(DrawsSeldom(), 2),
-    "a stream that has a state while it is read, DataLoader": lambda: DataLoader(SaysItWhileItIsRead(), 4),
-    "keeps its generator": NotesItsGenerator,
-    "a stream that keeps its generator, StatefulDataLoader": lambda: StatefulDataLoader(NotesItsGenerator(), 3),
-    "a stream that keeps its generator, StatefulDataLoader, workers": lambda: StatefulDataLoader(
-        NotesItsGenerator(), 3, num_workers=2
-    ),
     "a stream, DataLoader": lambda: counting(0),
     "a stream, DataLoader, one by one": lambda: counting(0, batch_size=None),
     "a stream, DataLoader, a worker": lambda: counting(1),
@@ -1389,8 +1252,6 @@ def test_an_epoch_has_the_length_that_follows_from_its_number(name: str) -> None
 
 USED: dict[str, Callable[[], Any]] = {
     **{name: own.EXACT[name] for name in ("StatefulDataLoader of a stream", "torchdata.nodes", "right by itself")},
-    "keeps what it loads": KeepsWhatItLoads,
-    "keeps what it loads, DataLoader": lambda: DataLoader(KeepsWhatItLoads(), 3),
 }
 
 
@@ -1406,7 +1267,7 @@ def test_a_used_source_goes_back_to_its_very_beginning(name: str) -> None:
     resumed.load_state_dict(sources.heads(lambda: wrapped(USED[name]), 1)[1])
     next(iter(resumed))
     resumed.load_state_dict(beginning)
-    if name in ("torchdata.nodes", "keeps what it loads, DataLoader"):  # no copy of these says its first state
+    if name == "torchdata.nodes":  # no copy of it says its first state
         with pytest.raises(StateError, match=r"no state for its very beginning.* has not been read"):
             next(iter(resumed))
     else:
@@ -1414,26 +1275,6 @@ def test_a_used_source_goes_back_to_its_very_beginning(name: str) -> None:
 
 
 # --- what a sampler follows ---
-
-
-class BeginsAnew(Counting):
-    """Its own iterator, which begins anew if it is asked behind its end."""
-
-    def __iter__(self) -> BeginsAnew:
-        return self
-
-    def __next__(self) -> int:
-        if self.place == self.size:
-            self.place = 0
-            raise StopIteration
-        self.place += 1
-        return self.place - 1
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_that_begins_anew_is_not_asked_again(workers: int) -> None:
-    with counting(workers, BeginsAnew) as loader:
-        assert [len(list(itertools.islice(loader, 20))) for _ in range(2)] == [7, 7]  # the last one is not full
 
 
 @pytest.mark.parametrize("workers", [0, 1])

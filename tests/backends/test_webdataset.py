@@ -13,7 +13,6 @@ import lzma
 import multiprocessing
 import os
 import random
-import resource
 import shutil
 import tarfile
 import warnings
@@ -304,22 +303,6 @@ def test_what_cannot_be_understood_is_refused_by_name(urls: list[str], name: str
         midepoch.wrap(make(urls))
 
 
-def test_settings_are_checked(urls: list[str]) -> None:
-    with pytest.raises(TypeError, match=r"'refil'.*it accepts: index_cache, progress, refill"):
-        midepoch.wrap(numbers(urls), refil=True)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="'refill', which does not apply to a list"):
-        midepoch.wrap([1, 2], refill=True)
-    for settings, message in (
-        ({"refill": 1}, "refill must be True or False, got 1"),
-        ({"streams": 0}, r"streams must be an int in \[1, 4096\] or None, got 0"),
-        ({"progress": "yes"}, "progress must be"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            midepoch.wrap(numbers(urls), **settings)
-    with pytest.raises(UnsupportedSourceError, match="shard=False"):
-        midepoch.wrap(numbers(urls), shard=False)
-
-
 def test_urls_that_may_be_a_rank_s_own_must_be_told(urls: list[str]) -> None:
     loader = midepoch.wrap(numbers(urls, nodesplitter=None), world=World(0, 2))
     with pytest.raises(UnsupportedSourceError, match="pass shard=True to wrap"):
@@ -336,16 +319,6 @@ def test_capabilities_are_those_promised(urls: list[str]) -> None:
     ):
         answers = {field.name: bool(getattr(loader.capabilities, field.name)) for field in fields(loader.capabilities)}
         assert answers == {**dict.fromkeys(answers, True), "rank_independent": one_state, "skips": False}
-
-
-def test_a_stage_behind_the_loader_runs_in_the_main_process(urls: list[str]) -> None:
-    dataset = plain(urls).map(lambda sample: (number(sample), os.getpid()))
-    loader = wds.WebLoader(dataset, batch_size=None, num_workers=1).map(lambda pair: (*pair, os.getpid())).batched(5)
-    with midepoch.wrap(loader) as wrapped:
-        batches = list(wrapped)
-    assert flat(batch[0].tolist() for batch in batches) == list(range(20))
-    assert {pid for batch in batches for pid in batch[2].tolist()} == {os.getpid()}
-    assert os.getpid() not in {pid for batch in batches for pid in batch[1].tolist()}
 
 
 @pytest.mark.parametrize("kind", ["indexed", "streamed"])
@@ -665,25 +638,6 @@ def test_batches_dropped_behind_the_loader_are_passed_over(
         assert next(iter(other)) == (epochs[0][0] + epochs[1][0])[length - back]
 
 
-@pytest.mark.parametrize("kind", ["indexed", "streamed"])
-def test_a_batch_that_fails_behind_the_loader_is_the_next_one(urls: list[str], kind: str) -> None:
-    """Also where batches were dropped in front of it, which were not handed out either."""
-    whole = list(finished(urls, kind, Behind({4, 6}), 10))
-    behind = Behind({4, 6}, {8})
-    loader = finished(urls, kind, behind, 10)
-    iterator = iter(loader)
-    assert [next(iterator), next(iterator)] == [[0, 1], [2, 3]] == whole[:2]
-    with pytest.raises(RuntimeError, match="cannot finish"):
-        next(iterator)
-    state = loader.state_dict()
-    behind.failing.clear()
-    for goes_on in (loader, finished(urls, kind, Behind({4, 6}), 10)):
-        goes_on.load_state_dict(state)
-        assert list(goes_on) == whole[2:]
-    with pytest.raises(RuntimeError, match="cannot finish"):
-        list(finished(urls, kind, Behind({4, 6}, {8}), 10))
-
-
 class Draws:
     """A stage that makes its generator when it first draws from it, from the `late`-th sample on."""
 
@@ -755,20 +709,6 @@ def test_it_mixes_at_least_as_well_as_webdataset_s_buffer(tmp_path: Path, buffer
     theirs, ours = _mixing(list(make()), 100), _mixing(list(midepoch.wrap(make(), seed=1)), 100)
     assert ours[0] >= theirs[0]
     assert ours[1] <= theirs[1]
-
-
-def test_shards_are_read_a_few_at_a_time(tmp_path: Path) -> None:
-    from midepoch.adapters.webdataset.indexed_reader import order_of
-    from midepoch.adapters.webdataset.pipeline import recognise
-
-    pipeline = recognise(wds.WebDataset(["x.tar"], shardshuffle=100).shuffle(1000))
-    order = order_of(pipeline, [1000] * 200)
-    shards = order.epoch(0, 0)[:] // 1000
-    open_at_once = max(
-        len(set(shards[: place + 1].tolist()) & set(shards[place:].tolist())) for place in range(0, 200_000, 997)
-    )
-    assert open_at_once <= 16
-    assert order.describe().startswith("windowed(blocks=200")
 
 
 # --- the index --------------------------------------------------------------------------------------------------------
@@ -845,20 +785,6 @@ def test_processes_that_build_one_index_at_once_agree(urls: list[str], cache: Pa
     assert len(index_files(cache)) == 5
 
 
-def test_a_full_disk_costs_the_index_only(tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    urls = make_shards(tmp_path / "long", [300])
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))  # writing more fails, as on a full disk
-    try:
-        with caplog.at_level(logging.WARNING, "midepoch"):
-            loader = midepoch.wrap(numbers(urls))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert flat(loader) == list(range(300))
-    assert index_files(cache) == [] and not list(cache.glob("webdataset-*/*.part"))
-    assert "cannot be kept" in caplog.text
-
-
 # --- shards that change -----------------------------------------------------------------------------------------------
 
 
@@ -899,19 +825,6 @@ def test_a_shard_that_changes_while_it_is_read_is_an_error(urls: list[str]) -> N
     Path(urls[3]).unlink()
     with pytest.raises(SourceError, match="cannot be opened"):
         list(loader)
-
-
-def test_a_shard_overwritten_while_it_is_read_is_an_error(urls: list[str]) -> None:
-    loader = midepoch.wrap(wds.WebDataset(urls[:1], shardshuffle=False).map(sources.Reading()).batched(2), seed=0)
-    iterator = iter(loader)
-    next(iterator)
-    path = Path(urls[0])
-    content = path.read_bytes()
-    with path.open("r+b") as file:
-        file.write(content)
-    os.utime(path, ns=(1, 1))
-    with pytest.raises(SourceError, match="has changed since it was indexed"):
-        list(iterator)
 
 
 def test_a_compressed_shard_with_a_wrong_checksum_is_an_error(tmp_path: Path) -> None:
@@ -1135,19 +1048,6 @@ def test_shards_in_an_object_store_are_read_by_range(tmp_path: Path, cache: Path
         assert len(sent) > 15
 
 
-def test_a_replaced_object_is_indexed_anew(tmp_path: Path, cache: Path) -> None:
-    pytest.importorskip("fsspec")
-    urls = make_shards(tmp_path / "shards", [5])
-    with nginx(tmp_path / "nginx", tmp_path / "shards") as base:
-        loader = remote(base, urls, 0)
-        next(iter(loader))
-        state = loader.state_dict()
-        write_shard(Path(urls[0]), range(50, 58))
-        assert sorted(flat(sources.identify(batch) for batch in remote(base, urls, 0))) == list(range(50, 58))
-        with pytest.raises(StateMismatchError, match="shards differs"):
-            remote(base, urls, 0).load_state_dict(state)
-
-
 def test_an_object_that_is_replaced_while_it_is_read_is_an_error(tmp_path: Path, cache: Path) -> None:
     """By one of the same size, so that nothing but its etag tells."""
     pytest.importorskip("fsspec")
@@ -1183,18 +1083,6 @@ def test_a_server_that_gives_no_parts_is_streamed(tmp_path: Path) -> None:
         assert sorted(flat(sources.identify(batch) for batch in loader)) == list(range(11))
         head, rest = resumed(lambda: remote(base, urls, 0), 2)
         assert sorted(flat(sources.identify(batch) for batch in head + rest)) == list(range(11))
-
-
-def test_remote_shards_in_webdatasets_cache_are_streamed(tmp_path: Path) -> None:
-    if shutil.which("curl") is None:
-        pytest.skip("curl, with which webdataset reads http, is not installed")
-    urls = make_shards(tmp_path / "shards", [5, 6])
-    (tmp_path / "files").mkdir()
-    with nginx(tmp_path / "nginx", tmp_path / "shards") as base:
-        loader = remote(base, urls, 0, cache_dir=str(tmp_path / "files"))
-        assert sorted(flat(sources.identify(batch) for batch in loader)) == list(range(11))
-    assert len(list((tmp_path / "files").iterdir())) == 2
-    assert sorted(flat(sources.identify(batch) for batch in loader)) == list(range(11))  # the server is gone
 
 
 # --- the example ------------------------------------------------------------------------------------------------------

@@ -183,28 +183,6 @@ def test_shards_come_as_often_as_their_weights_say(tmp_path: Path, kind: str) ->
     assert len({drawn for _, drawn in samples}) == len(samples) == 2000
 
 
-def test_weighted_shards_are_elastic(urls: list[str]) -> None:
-    def make(rank: int = 0, world_size: int = 1) -> Any:
-        dataset = pipeline(own.DrawnShards(urls, [1, 2, 3, 1, 1, 1]), function=noisy).with_epoch(6 // world_size)
-        return midepoch.wrap(dataset, seed=2, world=World(rank, world_size))
-
-    whole = sorted(flat(make()))
-    ranks = [make(rank, 2) for rank in range(2)]
-    begun = [next(iter(rank)) for rank in ranks]
-    alone = make()
-    alone.load_state_dict(ranks[0].state_dict())
-    assert sorted(flat([*begun, *alone])) == whole
-
-
-def test_weights_of_shards_that_cannot_be_opened_are_left_out(urls: list[str]) -> None:
-    Path(urls[1]).unlink()
-    weights = [0.0, 1, 0, 0, 0, 3]
-    loader = midepoch.wrap(pipeline(own.DrawnShards(urls, weights)).with_epoch(9), seed=1)
-    assert set(flat(loader)) == set(range(22, 27))
-    with pytest.raises(SourceError, match="no shard with a weight above 0 has samples"):
-        midepoch.wrap(pipeline(own.DrawnShards(urls, [0.0, 1, 0, 0, 0, 0])).with_epoch(9))
-
-
 @pytest.mark.parametrize("weights", [[1, 2], [1, 1, 1, 1, 1, -1], [0] * 6, [1, 1, 1, 1, 1, float("nan")], ["a"] * 6, 3])
 def test_weights_are_checked(urls: list[str], weights: Any) -> None:
     with pytest.raises(
@@ -310,13 +288,6 @@ def test_a_finite_number_of_draws_ends_an_epoch(tmp_path: Path, kind: str) -> No
     for wrong in (0, -1, 2.5):
         with pytest.raises(UnsupportedSourceError, match=f"draws {wrong} shards: pass a number of at least 1"):
             midepoch.wrap(pipeline(wds.SimpleShardList(shards), wds.resampled(wrong)))
-
-
-def test_what_draws_again_and_again_is_seen_by_states(urls: list[str]) -> None:
-    state = midepoch.wrap(pipeline(own.DrawnShards(urls, [1, 2, 3, 4, 5, 6])).with_epoch(3), seed=1).state_dict()
-    for other in ([1, 2, 3, 4, 5, 7], None):
-        with pytest.raises(StateMismatchError, match="order differs"):
-            midepoch.wrap(pipeline(own.DrawnShards(urls, other)).with_epoch(3), seed=1).load_state_dict(state)
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -470,8 +441,3 @@ def test_the_line_of_a_refusal_is_exact_by_replay(urls: list[str], name: str) ->
     assert whole[0] != whole[1]
 
 
-def test_a_mix_by_itself_is_refused(urls: list[str]) -> None:
-    mix = mixed(wds.RandomMix, urls, 1).pipeline[0]
-    for source in (mix, in_workers(mix, 0)):
-        with pytest.raises(UnsupportedSourceError, match=r"RandomMix takes samples of several.*midepoch.combine"):
-            midepoch.wrap(source)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 import threading
@@ -14,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch import MidepochWarning, SourceError, World
@@ -39,23 +38,12 @@ SEEN: dict[str, tuple[Callable[..., Any], str]] = {
     "works in its collate function": (lambda **keywords: loader(wild.Neighbours, **keywords), ""),
     "keeps its workers": (lambda **keywords: loader(wild.KeepsWorkers, **keywords), ""),
     "keeps an iterator from the start": (lambda **keywords: loader(wild.KeepsFromTheStart, **keywords), ""),
-    "one ahead of one that keeps its workers": (
-        lambda **keywords: wild.OneAhead(loader(wild.KeepsWorkers, **keywords)), "loader"
-    ),
     "in one another": (lambda **keywords: wild.OneAhead(wild.OnDevice(loader(**keywords))), "loader.loader"),
-    "in one another, a subclass": (
-        lambda **keywords: wild.OneAhead(wild.OnDevice(loader(wild.Doubling, **keywords))), "loader.loader"
-    ),
     "one buffer": (lambda **keywords: wild.OneBuffer(loader(**keywords)), "loader"),
-    "calls itself a dataset": (lambda **keywords: wild.AsIterableDataset(loader(**keywords)), "loader"),
     "draws late": (lambda **keywords: wild.DrawingLate(loader(**keywords), 7), "loader"),
-    "mixed by its collate function": (
-        lambda **keywords: wild.OfParts(loader(collate_fn=sources.noisy_collate, **keywords)), "loader"
-    ),
     "cannot be copied": (lambda **keywords: wild.Locked(loader(**keywords)), "loader"),
     "hands attributes on": (lambda **keywords: wild.HandingOn(loader(**keywords)), "loader"),
     "works in a thread": (lambda **keywords: wild.WorksInAThread(loader(**keywords)), "loader"),
-    "holds another loader too": (lambda **keywords: wild.OfTwo(loader(**keywords), loader()), "loader"),
 }  # fmt: skip
 seen = pytest.mark.parametrize("name", SEEN)
 
@@ -81,10 +69,6 @@ def assert_exact_at_every_cut(make: Callable[[], midepoch.Loader], epochs: int =
 def declared(name: str, **keywords: Any) -> midepoch.Loader:
     make, inside = SEEN[name]
     return midepoch.wrap(make(**keywords), seed=3, inside=inside)
-
-
-def on_device(*arguments: Any, **keywords: Any) -> midepoch.Loader:
-    return midepoch.wrap(wild.OnDevice(loader(*arguments)), seed=3, inside="loader", **keywords)
 
 
 @seen
@@ -115,11 +99,6 @@ def test_with_workers_it_gives_the_same(name: str, persistent: bool) -> None:
         assert sources.taken(working) == batches[1]
 
 
-def test_the_dataloader_inside_gives_what_it_gives_by_itself() -> None:
-    around = on_device()
-    assert sources.taken(around) == sources.taken(midepoch.wrap(loader(), seed=3))
-
-
 def test_a_resume_reads_nothing_that_was_consumed() -> None:
     read: list[int] = []
 
@@ -136,25 +115,6 @@ def test_a_resume_reads_nothing_that_was_consumed() -> None:
     read.clear()
     sources.resumed(make, state)
     assert len(read) == SIZE - 5 * BATCH
-
-
-def test_ranks_share_it_and_may_become_more() -> None:
-    def make(rank: int = 0, world_size: int = 1) -> midepoch.Loader:
-        return on_device(world=World(rank, world_size))
-
-    whole = sources.flat(sources.taken(make()))
-    first, state = sources.heads(make, 2)
-    rest = [sources.flat(sources.resumed(lambda rank=rank: make(rank, 2), state)) for rank in range(2)]  # type: ignore[misc]
-    assert sorted(sources.flat(first) + rest[0] + rest[1]) == sorted(whole)
-
-
-def test_a_distributed_sampler_inside_says_which_rank_it_is() -> None:
-    sampler: Any = DistributedSampler(range(SIZE), 2, 1)  # type: ignore[arg-type]
-    source = wild.OnDevice(DataLoader(sources.Indices(SIZE), BATCH, sampler=sampler))
-    around = midepoch.wrap(source, inside="loader")
-    assert len(around) == 3
-    next(iter(around))
-    assert around.state_dict()["world_size"] == 2
 
 
 NOT_ONE_FOR_ONE: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -409,33 +369,6 @@ def test_with_shard_false_each_rank_reads_its_own(name: str) -> None:
         assert head + sources.resumed(lambda number=number: rank(number), state) == whole  # type: ignore[misc]
 
 
-def test_with_the_callers_generators_nothing_is_seeded() -> None:
-    def make() -> midepoch.Loader:
-        source = wild.OneAhead(DataLoader(sources.Indices(SIZE), BATCH, shuffle=True), torch.clone)
-        source.mean = torch.tensor(0)
-        return midepoch.wrap(source, seed=3, inside="loader", randomness="none")
-
-    assert_exact_at_every_cut(make)
-    around = midepoch.wrap(wild.OneAhead(loader()), seed=3, inside="loader", randomness="none")
-    before = random.getstate()
-    sources.taken(around)
-    assert random.getstate() != before
-    assert not around.capabilities.exact_augmentations
-
-
-@pytest.mark.parametrize("name", ["on a device", "one ahead"])
-def test_a_changed_sample_inside_is_found(name: str) -> None:
-    class Changed(sources.Noisy):
-        def __getitem__(self, index: int) -> Any:
-            return super().__getitem__(index) + torch.tensor([100, 0, 0, 0])
-
-    state = sources.heads(lambda: declared(name), 2)[1]
-    around = midepoch.wrap(wild.OnDevice(DataLoader(Changed(SIZE), BATCH, shuffle=True)), seed=3, inside="loader")
-    around.load_state_dict(state)
-    with pytest.warns(MidepochWarning, match="sample .* is not bit for bit"):  # it consists of measured values alone
-        next(iter(around))
-
-
 @pytest.mark.parametrize("kind", [wild.OnDevice, wild.OneAhead])
 def test_a_batch_that_cannot_be_read_is_passed_over_alone(kind: Any, tmp_path: Path) -> None:
     marker = tmp_path / "failing"
@@ -455,45 +388,6 @@ def test_a_batch_that_cannot_be_read_is_passed_over_alone(kind: Any, tmp_path: P
                     break
         assert got == whole[:number] + whole[number + 1 :], number
         assert failed == 1
-
-
-@pytest.mark.parametrize("kind", [wild.OnDevice, wild.OneAhead])
-def test_a_batch_that_is_retried_is_the_same(kind: Any, tmp_path: Path) -> None:
-    marker = tmp_path / "failing"
-    marker.touch()
-    whole = sources.taken(midepoch.wrap(kind(loader()), seed=3, inside="loader"))
-    dataset = sources.Failing(SIZE, [sample_in_batch(3)], marker)
-    source = kind(DataLoader(dataset, BATCH, shuffle=True))
-    batches = iter(midepoch.wrap(source, seed=3, inside="loader", on_error="retry"))
-    got = [sources.plain(next(batches)) for _ in range(3)]
-    with pytest.raises(RuntimeError):
-        next(batches)
-    marker.unlink()
-    assert got + sources.taken(batches) == whole
-
-
-def test_then_works_on_what_the_object_gives() -> None:
-    def make() -> midepoch.Loader:
-        return midepoch.wrap(wild.OneAhead(loader()), seed=3, inside="loader", then=wild.Erasing(1.0))
-
-    assert_exact_at_every_cut(make)
-    assert "numbers drawn in then= are the batch's" in make().capabilities.exact_augmentations.reason
-
-
-@pytest.mark.parametrize("kind", [wild.OnDevice, wild.OneAhead])
-def test_global_batches_of_several_steps_go_on(kind: Any) -> None:
-    def make() -> midepoch.Loader:
-        return midepoch.wrap(kind(loader()), seed=3, inside="loader", global_batch=8, world=World(1, 2))
-
-    around = make()
-    whole, states = [], {}
-    for batch in around:
-        whole.append(sources.plain(batch))
-        states[len(whole)] = around.state_dict()
-    for cut, state in states.items():
-        if state["epoch"] == 0:
-            again = sources.resumed(make, state)
-            assert again == whole[len(whole) - len(again) :] and len(again) in (len(whole) - cut, len(whole) - cut + 1)
 
 
 OTHER_LOADERS: dict[str, Callable[[], Any]] = {
@@ -535,15 +429,5 @@ def test_wrapping_reads_nothing_and_starts_no_thread(monkeypatch: pytest.MonkeyP
     for source, inside in made:
         midepoch.wrap(source, seed=3, inside=inside)
     assert threading.enumerate() == before and not read
-
-
-def test_a_copy_of_a_loader_goes_on_by_itself() -> None:
-    around = midepoch.wrap(wild.OneAhead(loader()), seed=3, inside="loader")
-    whole = sources.taken(around)
-    around = midepoch.wrap(wild.OneAhead(loader()), seed=3, inside="loader")
-    sources.taken(around, 2)
-    twin = copy.copy(around)
-    twin.load_state_dict(around.state_dict())
-    assert sources.taken(twin) == whole[2:]
 
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import chaos
 import pytest
-import torch.distributed.elastic.multiprocessing.api
 
 LONG = bool(os.environ.get("MIDEPOCH_CHAOS"))
 # The others resume as this one does. Parts of a state that only their rank knows are killed in test_processes, and what
@@ -62,26 +59,3 @@ def test_a_loader_that_is_wrong_is_found(backend: str, problem: str) -> None:
     assert f"Again: python tests/jobs/chaos.py --backend {backend} --kills 30 --seed 2" in done.stderr
 
 
-@pytest.mark.parametrize("lost", [True, False])
-def test_an_agent_that_lost_its_signal_does_not_hang(tmp_path: Path, lost: bool) -> None:
-    """Torch's agent raises in its handler; Python drops that from the functions that frame a fork."""
-
-    def agent() -> None:
-        sys.stderr, sys.unraisablehook = sys.__stderr__, sys.__unraisablehook__  # not pytest's
-        signal.signal(signal.SIGTERM, torch.distributed.elastic.multiprocessing.api._terminate_process_handler)
-        if lost:
-            os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))
-            if os.fork() == 0:
-                os._exit(0)
-        time.sleep(60)
-
-    watching = object.__new__(chaos.Chaos)
-    watching.tally, watching.said = chaos.Tally(), 0
-    pid = chaos.in_a_child(agent, tmp_path / "output")
-    if lost:
-        watching.wait(pid, tmp_path, seconds=2)
-        assert "SignalException" in (tmp_path / "output").read_text()
-    else:
-        with pytest.raises(chaos.Wrong, match="did not end within 2 s"):
-            watching.wait(pid, tmp_path, seconds=2)
-    assert watching.tally.deaf == lost

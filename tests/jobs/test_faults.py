@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import logging
 import multiprocessing
 import multiprocessing.resource_sharer
 import os
@@ -27,7 +26,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import midepoch
 from midepoch import Snapshot, SnapshotError, SourceError
-from midepoch.reading.workers import WorkerAnswers
 from support import fault_sources as faults
 from support.places import TESTS
 
@@ -110,30 +108,6 @@ def test_indexes_on_a_disk_that_takes_no_more(why: str, tmp_path: Path, caplog: 
         assert "cannot be kept" in told[0] and "set MIDEPOCH_CACHE or index_cache= to a folder with space" in told[0]
         assert list(indexed(urls[:2], index_cache=disk)) == kept
         assert len(list(disk.glob("*/*.index"))) == 2 and not list(disk.glob("*/*.part"))
-
-
-@faults.AS_ROOT
-def test_a_user_who_may_not_write(tmp_path: Path) -> None:
-    """Neither to the snapshot's folder nor to the cache of indexes, which belong to another user."""
-    urls = shards(tmp_path / "shards")
-    whole = list(indexed(urls))
-    theirs = tmp_path / "theirs"
-    theirs.mkdir(mode=0o755)
-
-    def work() -> None:
-        logged: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("midepoch.webdataset").addHandler(handler)
-        assert list(indexed(urls, index_cache=theirs)) == whole
-        assert len(logged) == 1 and "Permission denied" in logged[0]
-        with (
-            Snapshot(theirs / "snapshot.pt", model=model(), signals=()) as snapshot,
-            pytest.raises(SnapshotError, match="let this process write to"),
-        ):
-            snapshot.save()
-
-    faults.as_nobody(tmp_path, work)
 
 
 # --- reads of local files ---
@@ -316,20 +290,6 @@ class Slow(Dataset[torch.Tensor]):
         return torch.tensor([float(index), float(torch.rand(()))])
 
 
-class Hungry(Slow):
-    """One sample takes more memory than there is, as long as a file is there."""
-
-    def __init__(self, marker: Path, size: int = 96) -> None:
-        super().__init__(size)
-        self.marker = marker
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 50 and self.marker.exists():
-            memory = [bytearray(1 << 20) for _ in range(int(self.marker.read_text()))]
-            assert len(memory)
-        return super().__getitem__(index)
-
-
 def lists(batches: Any) -> list[Any]:
     return [batch.tolist() for batch in batches]
 
@@ -394,52 +354,6 @@ def test_a_killed_worker_loses_no_batch_and_repeats_none(persistent: bool) -> No
     assert errors, "some kill must have been met before all batches were there"
 
 
-class Leaving(Slow):
-    """Its worker dies as slowly as on a machine without memory: first its connections end, and then the process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.noticed = multiprocessing.Event(), multiprocessing.Event()
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 4:
-            threading.Thread(target=self.leave, daemon=True).start()
-        return super().__getitem__(index)
-
-    def leave(self) -> None:
-        sharer: Any = multiprocessing.resource_sharer
-        while len(sharer._resource_sharer._cache) < 2:  # two more batches are ready
-            time.sleep(0.001)
-        sharer.stop()
-        self.left.set()
-        self.noticed.wait(300)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_worker_that_dies_with_a_batch_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose numbers lie in memory that torch gets at through the worker."""
-    data, reason = Leaving(), WorkerAnswers._reason
-
-    def notice(answers: WorkerAnswers, error: BaseException) -> str:
-        data.noticed.set()
-        return reason(answers, error)
-
-    monkeypatch.setattr(WorkerAnswers, "_reason", notice)
-    monkeypatch.setattr("midepoch.reading.workers._DYING", 100.0)
-    whole = lists(midepoch.wrap(DataLoader(Slow(), 4), seed=1))
-    loader = midepoch.wrap(DataLoader(data, 4, num_workers=1), seed=1)
-    batches = iter(loader)
-    got = [next(batches).tolist()]
-    assert data.left.wait(300)
-    with pytest.raises(SourceError, match=r"DataLoader worker \(pid.* (killed|exited).*fewer workers") as error:
-        next(batches)
-    assert isinstance(error.value.__cause__, OSError)
-    assert loader.state_dict()["position"] == 4
-    with midepoch.wrap(DataLoader(Slow(), 4, num_workers=1), seed=1) as again:
-        again.load_state_dict(loader.state_dict())
-        assert got + lists(again) == whole
-
-
 class Deadly(Slow):
     """One sample kills its worker, as long as a file is there, and after the main process has come to wait for it."""
 
@@ -467,26 +381,6 @@ def test_a_worker_that_dies_while_it_is_waited_for(tmp_path: Path) -> None:
                 data.is_next.set()
     assert isinstance(error.value, RuntimeError), "as torch's own is, which loops may expect"
     assert loader.state_dict()["position"] == 4 * len(got) == 48
-    marker.unlink()
-    assert got + lists(batches) == lists(midepoch.wrap(DataLoader(Slow(), 4), seed=1))
-
-
-def test_workers_that_get_no_more_memory(tmp_path: Path) -> None:
-    """A limit on the process, RLIMIT_AS: the worker raises instead of being killed."""
-    import resource
-
-    marker = tmp_path / "hungry"
-    marker.write_text("100000")
-
-    def limit(worker: int) -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (64 << 20),) * 2)
-
-    loader = midepoch.wrap(DataLoader(Hungry(marker), 4, num_workers=2, worker_init_fn=limit), seed=1)
-    batches, got = iter(loader), []
-    with pytest.raises(MemoryError):
-        for batch in batches:
-            got.append(batch.tolist())
-    assert loader.state_dict()["position"] == 4 * len(got)
     marker.unlink()
     assert got + lists(batches) == lists(midepoch.wrap(DataLoader(Slow(), 4), seed=1))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 # --- samplers without an end ---
 
@@ -463,23 +463,6 @@ class Counting(Around):
             yield batch * number
 
 
-class CountingInALoop(Around):
-    def __iter__(self) -> Iterator[Any]:
-        for number, batch in enumerate(self.loader):
-            yield batch if number < 4 else -batch
-
-
-class CountingBelow(Around):
-    """Another generator counts."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self.numbered()
-
-    def numbered(self) -> Iterator[Any]:
-        for number, batch in enumerate(self.loader):
-            yield batch if number < 4 else -batch
-
-
 class ItsOwn(Around):
     """Its own iterator, of what it was given."""
 
@@ -488,30 +471,6 @@ class ItsOwn(Around):
 
     def __next__(self) -> Any:
         return next(self.loader)
-
-
-def counting(most: int = 4) -> Any:
-    """A function that counts its calls."""
-    number = 0
-
-    def work(batch: Any) -> Any:
-        nonlocal number
-        number += 1
-        return batch if number % 100 < most else -batch
-
-    return work
-
-
-class CountingInAFunction(Around):
-    """What it calls closes over a count."""
-
-    def __init__(self, loader: Any) -> None:
-        super().__init__(loader)
-        self.work = counting()
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.loader:
-            yield self.work(batch)
 
 
 class Calls:
@@ -577,16 +536,6 @@ class Mixing(Around):
         for batch in self.loader:
             yield batch if before is None else batch + before.mean()
             before = batch
-
-
-class Remembering(Around):
-    """Keeps a memory of batches."""
-
-    def __iter__(self) -> Iterator[Any]:
-        self.memory: list[Any] = []
-        for batch in self.loader:
-            self.memory.append(batch)
-            yield batch if len(self.memory) < 4 else batch + self.memory[0].mean()
 
 
 class Pairs(Around):
@@ -702,25 +651,6 @@ class OneBuffer(Around):
         for batch in self.loader:
             buffer = batch.clone() if buffer is None or buffer.shape != batch.shape else buffer.copy_(batch)
             yield buffer
-
-
-class AsIterableDataset(IterableDataset[Any]):
-    """Passes batches on, and calls itself a dataset."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.loader:
-            yield batch * 2
-
-
-class OfParts(Around):
-    """Passes a batch of several parts on."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch, *others in self.loader:
-            yield (batch + float(np.random.rand()), *others)
 
 
 class OfTwo(Around):

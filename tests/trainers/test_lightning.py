@@ -302,25 +302,6 @@ def test_model_checkpoint(tmp_path: Path) -> None:
 # --- what is told ---
 
 
-def test_without_the_callback_it_is_as_lightning_has_it(tmp_path: Path) -> None:
-    whole: list[Any] = []
-    fit(whole, mapped, exact=False)
-    log: list[Any] = []
-    with pytest.raises(Killed):
-        fit(log, mapped, callbacks=(Saver("on_train_batch_end", 7, tmp_path / "a.ckpt"),), exact=False)
-    fit(log, mapped, checkpoint=tmp_path / "a.ckpt", exact=False, told=[])
-    assert log == whole
-    # A checkpoint of a run without the callback is understood by one with it, and the other way round.
-    log = log[:7]
-    fit(log, mapped, checkpoint=tmp_path / "a.ckpt")
-    assert log == whole
-    log = []
-    with pytest.raises(Killed):
-        fit(log, mapped, callbacks=(Saver("on_train_batch_end", 7, tmp_path / "b.ckpt"),))
-    fit(log, mapped, checkpoint=tmp_path / "b.ckpt", exact=False, told=[])
-    assert log == whole
-
-
 def test_an_unwrapped_loader_is_named() -> None:
     with pytest.raises(MidepochWarning, match="train loaders of type DataLoader are not wrapped"):
         fit([], lambda: DataLoader(Noisy(4, 0)))
@@ -422,17 +403,5 @@ def test_a_run_that_max_steps_ended_in_the_middle_of_an_epoch(tmp_path: Path) ->
         assert (batches == steps_of(tmp_path, "whole")) is (phase == "exact")
         told = "by its own counts" in printed and "ExactResume()" in printed
         assert told is (phase == "bare")
-
-
-def test_another_number_of_processes_without_the_callback(tmp_path: Path) -> None:
-    """Lightning's count is of the old batches: the same if the global batch is. It is told in any case."""
-    job(tmp_path, "first", 2, "--stop", "4", "--bare")
-    printed = job(tmp_path, "second", 1, "--checkpoint", str(tmp_path / "first.ckpt"), "--bare")
-    job(tmp_path, "whole", 1)
-    assert steps_of(tmp_path, "first") + steps_of(tmp_path, "second") == steps_of(tmp_path, "whole")
-    assert "by its own counts" in printed and "ExactResume()" in printed
-    job(tmp_path, "bare", 2, "--kind", "smaller", "--stop", "4", "--bare")
-    printed = job(tmp_path, "after", 1, "--kind", "smaller", "--checkpoint", str(tmp_path / "bare.ckpt"), "--bare")
-    assert "by its own counts" in printed and "ExactResume()" in printed
 
 

@@ -9,36 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, Dataset
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
 
 
 from lightning.pytorch.callbacks import Callback, Timer
-from lightning.pytorch.utilities import CombinedLoader
 from lightning_runs import TRAIN, Killed, Make, Peeking, Recorder, Saver, fit, mapped, unknown
 
 from midepoch.trainers.lightning import ExactResume
 
 NAMED = r"resumes this loader from .* by its own counts, which may not be exact: add .*ExactResume\(\) to the trainer's"
-
-
-class Plain(Dataset[torch.Tensor]):
-    """Nothing random, so that it needs no wrapping."""
-
-    def __init__(self, name: float, size: int = 6) -> None:
-        self.name, self.size = name, size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([self.name, float(index)])
-
-
-def bare(name: float = 7, size: int = 6) -> Any:
-    return DataLoader(Plain(name, size), batch_size=2)
 
 
 class Hooks(Recorder):
@@ -183,58 +163,6 @@ def test_it_is_named_where_it_is_needed_and_mends_it(name: str, tmp_path: Path) 
 
 
 # --- the scenarios of Lightning's own test of loaders that are saved and restored -------------------------------------
-
-
-LOADERS: dict[str, tuple[Make, int]] = {
-    "single": (lambda: mapped(name=1), 0),
-    "single of unknown length": (lambda: unknown(name=1), 0),
-    "combined": (lambda: CombinedLoader(mapped(name=1)), 0),
-    "several": (lambda: [mapped(12, 1), mapped(10, 2)], 0),
-    "several of unknown length": (lambda: CombinedLoader([unknown(name=1), unknown(6, 2)]), 0),
-    "one, not wrapped": (lambda: CombinedLoader(bare(1, 10)), 1),
-    "mixed": (lambda: CombinedLoader([bare(1, 10), mapped(10, 2), bare(3, 10)]), 2),
-    "mixed, two wrapped": (lambda: [bare(1, 10), mapped(10, 2), mapped(10, 3)], 1),
-}
-
-
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("name", LOADERS)
-def test_two_steps_and_then_two_more(name: str, exact: bool, tmp_path: Path) -> None:
-    make, not_wrapped = LOADERS[name]
-    run = functools.partial(fit, train=make, exact=exact, limit_val_batches=0, max_epochs=-1)
-    whole: list[Any] = []
-    run(whole, told=[], max_steps=4)
-    log: list[Any] = []
-    told: list[str] = []
-    run(log, told=told, max_steps=2).save_checkpoint(tmp_path / "saved.ckpt")
-    run(log, told=told, max_steps=4, checkpoint=tmp_path / "saved.ckpt")
-    assert len(log) == 4
-    found, expected = [each[3] for each in log], [each[3] for each in whole]
-    if not not_wrapped:
-        assert found == expected or not exact
-        assert bool(told) is not exact
-    elif name == "one, not wrapped":
-        assert found == expected[:2] * 2
-    else:  # each wrapped loader goes on, and the others start again, as with Lightning's own
-        for place in range(3):
-            names = [batch[place] for batch in found]
-            is_wrapped = len(names[0][0]) == 3
-            assert names == [batch[place] for batch in (expected if is_wrapped else expected[:2] * 2)], place
-    if exact and not_wrapped:
-        assert any("DataLoader are not wrapped" in each for each in told)
-    elif name != "one, not wrapped":
-        assert exact or any("ExactResume" in each for each in told)
-
-
-def test_a_checkpoint_of_loaders_not_all_wrapped(tmp_path: Path) -> None:
-    """The callback leaves them to Lightning, which had saved them."""
-    make = LOADERS["mixed"][0]
-    whole: list[Any] = []
-    fit(whole, make, told=[], exact=False, max_steps=4)
-    log: list[Any] = []
-    fit(log, make, told=[], exact=False, max_steps=2).save_checkpoint(tmp_path / "saved.ckpt")
-    fit(log, make, told=[], exact=True, max_steps=4, checkpoint=tmp_path / "saved.ckpt")
-    assert [each[3][1] for each in log] == [each[3][1] for each in whole]
 
 
 def test_the_callback_is_found_where_it_is_one_of_the_users_own(tmp_path: Path) -> None:
