@@ -630,7 +630,7 @@ def first_overhead(rows: Sequence[Row]) -> str:
         for work in dict.fromkeys(row["work"] for row in rows)
         if (row := found_of(rows, work=work, workers=0))
     ]
-    return f"A wrapped DataLoader's time for a batch, by the plain one's, without workers: {', '.join(said)}."
+    return f"A wrapped DataLoader takes so many times the plain one's time, without workers: {', '.join(said)}."
 
 
 def first_resume(rows: Sequence[Row]) -> str:

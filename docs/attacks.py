@@ -40,7 +40,7 @@ def lines() -> list[list[Any]]:
         counts = total(jobs, "kills", "jobs", "samples", "lost", "repeated", "different")
         done = f"{counts['jobs']} jobs, {counts['samples']:,} samples"
         found.append(
-            [f"kill, {backend}", counts["kills"], done, counts["lost"], counts["repeated"], counts["different"]]
+            [f"kill, {backend}", f"{counts['kills']:,}", done, counts["lost"], counts["repeated"], counts["different"]]
         )
     for whose, groups in (
         ("`feed`", [row for row in results("torchft") if "sampler" not in row]),
@@ -50,9 +50,8 @@ def lines() -> list[list[Any]]:
         done = f"{counts['jobs']} jobs, {counts['steps']:,} steps"
         # Only of `feed` does the job know what each weight should be.
         wrong = counts["wrong weights"] if whose == "`feed`" else "-"
-        found.append(
-            [f"kill of a replica group, {whose}", counts["kills"], done, counts["lost"], counts["repeated"], wrong]
-        )
+        kills, lost = (f"{counts[name]:,}" for name in ("kills", "lost"))
+        found.append([f"kill of a replica group, {whose}", kills, done, lost, counts["repeated"], wrong])
     fuzzed = results("fuzz")
     states = [row for row in fuzzed if row["target"] not in FILES]
     for what, rows in ((f"mutated state, {len(states)} kinds of source", states), *(
