@@ -21,7 +21,8 @@ import torch
 
 from ..errors import SnapshotError, warn
 
-__all__ = ["FORMAT", "Found", "SnapshotFile", "checksums", "cure_of", "damage_in", "find", "read", "release_files"]
+__all__ = ["FORMAT", "Found", "SnapshotFile", "checksums", "cure_of", "damage_in", "find", "read", "release_files",
+           "sync_folder"]  # fmt: skip
 
 FORMAT = 1  # the value of "midepoch_snapshot"
 _DRAFT = ".draft"
@@ -64,7 +65,7 @@ class SnapshotFile:
             SnapshotError: another run's snapshot is there, or the new one cannot be loaded.
             OSError, RuntimeError: it cannot be written. What was there is unchanged.
         """
-        self._check_owner()
+        self.check_owner()
         with _locked_draft(self.path) as (draft, descriptor):
             with checksums():
                 torch.save(content, draft)
@@ -76,14 +77,14 @@ class SnapshotFile:
                     f"it could not be loaded with weights_only=True ({str(error)[:300]}): let state_dict() of the part "
                     "return tensors and built-in types only"
                 ) from error
-            self._check_owner()
+            self.check_owner()
             keep = self._keep if self._newest_is_sound else 1
             self._coming = _identity(draft)
             _rotate(self.path, keep)
             draft.replace(self.path)
             self._on_disk, self._newest_is_sound = self._coming, True
         try:
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
         except OSError as error:
             warn(
                 f"{self.path} was saved, but its folder could not be synced ({error.strerror}): after a power failure "
@@ -95,7 +96,8 @@ class SnapshotFile:
         self._on_disk, self._newest_is_sound = _identity(self.path), not found.damaged
         self.claimed = True
 
-    def _check_owner(self) -> None:
+    def check_owner(self) -> None:
+        """Raise SnapshotError if another run's snapshot is at the path."""
         found = _identity(self.path)
         if found is None or found in (self._on_disk, self._coming):
             return
@@ -121,8 +123,8 @@ class Found(NamedTuple):
     damaged: list[str]
 
 
-def find(path: Path) -> Found | None:
-    """The newest sound snapshot; None if there is no snapshot at all.
+def find(path: Path, check: bool = True) -> Found | None:
+    """The newest sound snapshot; None if there is no snapshot at all. `check`: as of `read`.
 
     Raises:
         SnapshotError: there are some, and all are damaged.
@@ -134,7 +136,7 @@ def find(path: Path) -> Found | None:
     for back in (0, *older):
         candidate = _older(path, back)
         try:
-            return Found(candidate, read(candidate, check=True)["id"], damaged)
+            return Found(candidate, read(candidate, check, mapped=True)["id"], damaged)
         except FileNotFoundError:
             if older:
                 damaged.append(f"{candidate} is missing")
@@ -147,12 +149,13 @@ def find(path: Path) -> Found | None:
     return None
 
 
-def read(path: Path, check: bool = False) -> dict[str, Any]:
+def read(path: Path, check: bool = False, mapped: bool = False) -> dict[str, Any]:
     """The content of a snapshot.
 
     Args:
         path: of one snapshot.
-        check: compare every byte with the checksums (CRC-32) that torch.save wrote, and leave tensors on the disk.
+        check: compare every byte with the checksums (CRC-32) that torch.save wrote.
+        mapped: leave tensors on the disk.
 
     Raises:
         FileNotFoundError: there is none.
@@ -164,7 +167,7 @@ def read(path: Path, check: bool = False) -> dict[str, Any]:
                 problem = damage_in(archive)
             if problem:
                 raise SnapshotError(f"{path} is damaged ({problem})")
-        content = torch.load(path, weights_only=True, map_location="cpu", mmap=check)
+        content = torch.load(path, weights_only=True, map_location="cpu", mmap=mapped)
     except (FileNotFoundError, SnapshotError):
         raise
     except Exception as error:
@@ -281,7 +284,8 @@ def _identity(path: Path) -> _Identity | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Have a folder's names on the disk. Raises OSError if its file system cannot."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -27,6 +27,7 @@ from .epoch_loop import EpochLoop
 from .files import Found, SnapshotFile, cure_of, find, release_files
 from .fitting import merge
 from .generators import check_generators, seed_generators, set_generators
+from .ledger import Ledger
 from .ranks import NEVER, Agreement, Ranks
 from .signals import Signals, end_process
 from .unfollowed import Unfollowed
@@ -74,6 +75,7 @@ class Snapshot:
         keep: int = 2,
         signals: Iterable[signal.Signals] = _SIGNALS,
         exit_status: int = 0,
+        ledger: bool = False,
         group: ProcessGroup | None = None,
         parts: Mapping[str, Any] | None = None,
         **keywords: Any,
@@ -86,6 +88,8 @@ class Snapshot:
             signals: on which `step` saves and exits, SIGTERM and SIGUSR1 by default; empty to install no handlers.
             exit_status: of the SystemExit that follows. torchrun takes 0 for success. Pass another status if your
                 scheduler restarts the job on it.
+            ledger: whether to keep what each step was trained on in the folder ``snapshot.pt.ledger``: a few hundred
+                bytes for each start of the run. `midepoch trace` reads it.
             group: the processes that train together; None for all. It must support CPU tensors. If the default group
                 does not (NCCL only), a gloo group is made.
             parts: what to save, by name, as in `keywords`; for names that are arguments of Snapshot themselves.
@@ -108,6 +112,7 @@ class Snapshot:
         self._parts = merge(parts, keywords)
         self._every, self._exit_status = every, exit_status
         self._file = SnapshotFile(self.path, keep)
+        self._ledger = Ledger(self.path) if ledger else None
         self._agreement = Agreement(group)
         self._loop = EpochLoop(self._parts)
         self._unfollowed = Unfollowed()
@@ -160,6 +165,8 @@ class Snapshot:
             body.steps = body.steps[1], (body.clock, in_flight)
             if in_flight or body.kept.ahead or body.intervals[1:]:
                 body.look()
+        if self._ledger is not None:
+            self._ledger.look(self._loop.loaders(), self.steps, in_flight, body)
         if self.steps >= self._due:
             self._act(in_flight)
 
@@ -382,7 +389,11 @@ class Snapshot:
         problem = ""
         if ranks.rank == 0:
             try:
-                self._file.write(joined(self._parts, states, offers, self.steps, self._told_of_witnesses))
+                content = joined(self._parts, states, offers, self.steps, self._told_of_witnesses)
+                if self._ledger is not None:
+                    self._file.check_owner()
+                    content["ledger"] = self._ledger.write()
+                self._file.write(content)
             except Exception as error:  # noqa: BLE001  # the other ranks wait for this one, and must hear of it
                 problem = str(error)
                 if not isinstance(error, SnapshotError):
@@ -482,6 +493,8 @@ class Snapshot:
             seed_generators(derive_key(_KEY, content["seed"], ranks.rank, content["steps"]))
         self.steps, self._agreement.next_step, self._due = content["steps"], NEVER, 0
         self._owes_a_save = False
+        if self._ledger is not None:
+            self._ledger.begin(content.get("ledger"), self.steps)
         self._unfollowed.begin({})
         self._file.take_over(found)
         return True

@@ -65,6 +65,13 @@ class States:
         if self.changes is not None and other.changes is not None:
             self.changes.start_as(other.changes)
 
+    @property
+    def fingerprint(self) -> str:
+        """What a position means, as JSON text; with what the adapter has learned since it was last asked."""
+        if self._context.adapter.changes != self._described_at:
+            self._describe()
+        return self._fingerprint
+
     def _describe(self) -> None:
         adapter, stated = self._context.adapter, self._context.options.fingerprint
         described = adapter.describe() | ({} if stated is None else {"fingerprint": stated})

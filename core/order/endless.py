@@ -37,8 +37,12 @@ class Endless:
 
     def epoch(self, seed: int, epoch: int) -> EpochOrder:
         """The rounds of one epoch. Raises TypeError or ValueError if the seed or the epoch is invalid."""
+        return _EndlessEpoch(self.round, self.key(seed, epoch))
+
+    def key(self, seed: int, epoch: int) -> int:
+        """The seed of an epoch's rounds. Raises as `epoch`."""
         checked_epoch(seed, epoch)
-        return _EndlessEpoch(self.round, derive_key(_ENDLESS, seed, epoch))
+        return derive_key(_ENDLESS, seed, epoch)
 
     def describe(self) -> str:
         """Kind and parameters, for the fingerprint. With the size of a round, because no state has it."""

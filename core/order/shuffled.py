@@ -8,7 +8,7 @@ import numpy as np
 
 from .epochs import ComputedEpoch, EpochOrder, Indices, bounds, checked_epoch, checked_size
 from .keys import derive_key
-from .permutations import MAXIMUM_SORTED, Feistel, sorted_by_key
+from .permutations import MAXIMUM_SORTED, Feistel, permutation, sorted_by_key
 
 __all__ = ["Sequential", "Shuffled"]
 
@@ -78,6 +78,10 @@ class _SequentialEpoch:
     def __getitem__(self, positions: slice, /) -> Indices:
         return np.arange(*bounds(positions, self._size), dtype=np.int64)
 
+    def position_of(self, index: int) -> int:
+        """As `midepoch.order.described.Invertible`."""
+        return index
+
 
 class _SortedEpoch:
     """A shuffled order small enough for a table, which the first request builds."""
@@ -97,6 +101,10 @@ class _SortedEpoch:
             table = self._table = sorted_by_key(self._key, self._size)
         return table[start:stop]
 
+    def position_of(self, index: int) -> int:
+        """As `midepoch.order.described.Invertible`."""
+        return permutation(self._size, self._key).position_of(index)
+
 
 class _FeistelEpoch(ComputedEpoch):
     """A shuffled order of any size."""
@@ -107,3 +115,7 @@ class _FeistelEpoch(ComputedEpoch):
 
     def _compute(self, positions: Indices) -> Indices:
         return self._permutation.at(positions)
+
+    def position_of(self, index: int) -> int:
+        """As `midepoch.order.described.Invertible`."""
+        return self._permutation.position_of(index)

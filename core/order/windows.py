@@ -99,6 +99,14 @@ class _WindowedEpoch(ComputedEpoch):
             places = layer.at(places)
         return blocks.samples_at(places)
 
+    def position_of(self, index: int) -> int:
+        """As `midepoch.order.described.Invertible`."""
+        blocks, layers = self._build()
+        place = blocks.place_of(index)
+        for layer in reversed(layers):
+            place = layer.position_of(place)
+        return place
+
     def _build(self) -> tuple[_BlockSequence, list[_WindowLayer]]:
         key, window = self._key, self._order.window
         blocks: _BlockSequence
@@ -128,6 +136,10 @@ class _BlockSequence(Protocol):
         """The samples at places."""
         ...
 
+    def place_of(self, sample: int) -> int:
+        """The place of a sample."""
+        ...
+
 
 class _ConstantBlocks:
     """Blocks of one size, the last of which may be shorter; constant memory."""
@@ -154,6 +166,10 @@ class _ConstantBlocks:
         samples: Indices = self._permutation.at(slots) * self._block_size + (places - self.starts(slots))
         return samples
 
+    def place_of(self, sample: int) -> int:
+        block, offset = divmod(sample, self._block_size)
+        return int(self.starts(np.array(self._permutation.position_of(block)))) + offset
+
 
 class _VariableBlocks:
     """Blocks of any sizes, in two tables."""
@@ -177,6 +193,11 @@ class _VariableBlocks:
         slots = self.slots_at(places)
         samples: Indices = self._sample_starts[slots] + (places - self._starts[slots])
         return samples
+
+    def place_of(self, sample: int) -> int:
+        offsets = sample - self._sample_starts
+        slot = np.flatnonzero((offsets >= 0) & (offsets < np.diff(self._starts)))[0]
+        return int(self._starts[slot] + offsets[slot])
 
 
 class _HalfWindows:
@@ -229,6 +250,12 @@ class _WindowLayer:
             shuffled = self._many(first, bounds)
         result: Indices = shuffled[places - bounds[0]]
         return result
+
+    def position_of(self, place: int) -> int:
+        """Undoes ``at``: where a place comes from."""
+        window = int(self._window_of(np.array([place]))[0])
+        start, stop = map(int, self._start_of(np.array([window, window + 1])))
+        return start + permutation(stop - start, extend_key(self._key, window)).position_of(place - start)
 
     def _each(self, places: Indices, windows: Indices) -> Indices:
         """Window by window: the long ones are computed and need no table."""

@@ -494,7 +494,7 @@ def test_what_goes_wrong_after_the_renaming(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "_sync_folder", fails)
+        patch.setattr(files, "sync_folder", fails)
         run.train(1)
         if isinstance(error, OSError):
             with pytest.warns(MidepochWarning, match=r"was saved, but its folder could not be synced \(Invalid"):

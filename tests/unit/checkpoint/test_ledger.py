@@ -1,0 +1,377 @@
+"""The ledger of a run: what its lines say is what a job recorded, however it was killed, resumed and led elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, given, settings
+from torch.utils.data import DataLoader, Dataset
+
+import midepoch
+from midepoch import MidepochError, Snapshot, SnapshotError
+from midepoch.checkpoint.entries import seal, unseal
+from midepoch.checkpoint.files import SnapshotFile
+from midepoch.tools.ledgers import read_ledger
+from support.ledger_jobs import Job, Seen, sights, told
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def source(size: int, batch_size: int, drop_last: bool, order: str) -> Any:
+    data = Numbers(size)
+    if order == "windowed":
+        sampler: Any = midepoch.ResumableSampler(size, shuffle=midepoch.order.Windowed(size, 3, 2))
+    elif order == "endless":
+        sampler = midepoch.ResumableSampler(size, shuffle=midepoch.order.Endless(midepoch.order.Shuffled(size)))
+    else:
+        return DataLoader(data, batch_size, shuffle=order == "shuffled", drop_last=drop_last)
+    return DataLoader(data, batch_size, sampler=sampler, drop_last=drop_last)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_it_says_what_any_history_of_a_run_has_seen(data: st.DataObject) -> None:
+    draw = data.draw
+    order = draw(st.sampled_from(["shuffled", "sequential", "windowed", "endless"]))
+    size, drop_last = draw(st.integers(27, 60)), draw(st.booleans())
+    options: dict[str, Any] = {"seed": draw(st.integers(0, 3)), "verify": "off"}
+    if order != "endless" and draw(st.integers(0, 4)) == 0:
+        options["global_batch"] = draw(st.integers(3, 8))
+    else:
+        options["tail"] = draw(st.sampled_from(["pad", "drop", "uneven"]))
+    batches = 1 if draw(st.integers(0, 3)) else draw(st.integers(2, 3))
+    in_flight = 0 if "global_batch" in options else draw(st.sampled_from([0, 0, 0, 1, 2]))
+    with tempfile.TemporaryDirectory() as folder:
+        path, seen, kept = Path(folder) / "snapshot.pt", Seen(), Seen()
+
+        def start() -> Job:
+            ranks, batch_size = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+            batch_size = min(batch_size, size // ranks)
+            return Job(path, lambda: source(size, batch_size, drop_last, order), ranks, seen, **options)
+
+        job = start()
+        actions = st.sampled_from(["steps", "save", "kill", "skip", "leave", "reshard"])
+        for action in draw(st.lists(actions, max_size=9)):
+            if action == "steps":
+                for _ in range(draw(st.integers(1, 15))):
+                    job.step(batches, in_flight)
+            elif action == "save":
+                job.snapshot.save(in_flight=len(job._ahead))
+                kept = dict(seen)
+            elif action == "kill" and path.exists():
+                job = start()
+            elif action == "skip" and order != "endless" and not job.loader._progress.within:
+                epoch = job.loader.epoch + draw(st.integers(0, 1))
+                left = [each for each in range(size) if all(
+                    not begin <= each < end for begin, end in job.loader.skipped.get(epoch, []))]  # fmt: skip
+                begin = draw(st.integers(0, size - 1))
+                end = draw(st.integers(begin + 1, size))
+                if len([each for each in left if not begin <= each < end]) >= 27 and not job._ahead:
+                    job.loader.skip(begin, end, epoch)
+            elif action == "leave" and not job._ahead and order != "endless":
+                job.leave()
+            elif action == "reshard" and not job._ahead and not job.loader._progress.within:
+                job.reshard(draw(st.integers(1, 3)))
+        if not path.exists():
+            job.snapshot.save(in_flight=len(job._ahead))
+            kept = dict(seen)
+        ledger = read_ledger(path)
+        assert not ledger.problems
+        assert told(ledger) == kept
+        for index in range(0, size, 7):
+            expected = [
+                (step, rank)
+                for step, ranks in kept.items()
+                for rank, given in ranks.items()
+                for batch in given
+                for each in batch
+                if each == index
+            ]
+            assert sorted(sights(ledger, index)) == sorted(expected), index
+
+
+# --- a run with three starts, to be damaged ---
+
+
+def shuffled(size: int = 22) -> DataLoader[int]:
+    return DataLoader(Numbers(size), 4, shuffle=True)
+
+
+def three_starts(path: Path) -> Seen:
+    """A run on 1, 2 and 1 ranks, with a skip in the second start and 2 steps taken back in the first."""
+    seen = Seen()
+    for ranks, steps, more, skips in ((1, 7, 2, False), (2, 3, 0, True), (1, 4, 0, False)):
+        job = Job(path, shuffled, ranks, seen, seed=1)
+        for step in range(steps):
+            if skips and step == 1:
+                job.loader.skip(16, 19)
+            job.step()
+        job.snapshot.save()
+        for _ in range(more):
+            job.step()
+    return seen
+
+
+def segments(path: Path) -> list[Path]:
+    """The files of a ledger, the oldest first."""
+    found = path.with_name(f"{path.name}.ledger").iterdir()
+    return sorted(found, key=lambda each: int(unseal(each.read_bytes().splitlines()[0])["step"]))
+
+
+def test_a_line_for_each_change_that_cannot_be_computed(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    seen = three_starts(path)
+    assert [len(each.read_bytes().splitlines()) for each in segments(path)] == [2, 3, 2]
+    assert told(read_ledger(path)) == seen and len(seen) == 14
+    assert read_ledger(tmp_path).path == path, "a folder will do"
+
+
+def test_many_steps_take_a_few_hundred_bytes(tmp_path: Path) -> None:
+    loader = midepoch.wrap(shuffled(400), seed=1)
+    with Snapshot(tmp_path / "snapshot.pt", every=500, data=loader, ledger=True) as snapshot:
+        for _ in snapshot.epochs(20):
+            for _ in loader:
+                snapshot.step()
+    assert snapshot.steps == 2000
+    (segment,) = segments(snapshot.path)
+    assert segment.stat().st_size < 600
+
+
+def test_a_kill_between_ledger_and_snapshot_takes_the_steps_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, seen = tmp_path / "snapshot.pt", Seen()
+    job = Job(path, shuffled, 1, seen, seed=1)
+    job.step()
+    job.snapshot.save()
+    job.leave()  # makes a line
+    job.step()
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(SnapshotFile, "write", killed)
+        job.snapshot.save()
+    (segment,) = segments(path)
+    with segment.open("ab") as file:
+        file.write(b'{"loader":"data","st')  # and within a line
+    kept = {step: given for step, given in seen.items() if step == 1}
+    assert told(read_ledger(path)) == kept and not read_ledger(path).problems
+    job = Job(path, shuffled, 1, seen, seed=1)
+    job.step()
+    job.step()
+    job.snapshot.save()
+    assert told(read_ledger(path)) == seen and len(seen) == 3
+
+
+def test_a_write_that_failed_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path / "snapshot.pt", shuffled, 1, {}, seed=1)
+    job.step()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(SnapshotError, match=r"was not saved.*No space left"):
+        patched.setattr(os, "fsync", full)
+        job.snapshot.save()
+    job.step()
+    job.snapshot.save()
+    assert told(read_ledger(job.snapshot.path)) == job.seen and not read_ledger(job.snapshot.path).problems
+
+
+# --- damage ---
+
+
+def agrees(path: Path, seen: Seen) -> int:
+    """Compare all steps that a damaged ledger tells. Returns how many these are."""
+    ledger, known = read_ledger(path), 0
+    for step in range(1, ledger.steps + 1):
+        try:
+            ledger.at(step)
+        except SnapshotError as error:
+            assert ledger.problems and ledger.problems[0][:60] in str(error)
+            continue
+        known += 1
+        assert told(ledger, only=step)[step] == seen[step]
+    return known
+
+
+@pytest.mark.parametrize(
+    ("start", "line", "known"),
+    [(0, 1, 7), (0, 2, 7), (1, 1, 11), (1, 2, 11), (1, 3, 12), (2, 1, 10), (2, 2, 10)],
+)
+def test_damage_is_told_with_its_line_and_the_rest_is_used(start: int, line: int, known: int, tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    seen = three_starts(path)
+    segment = segments(path)[start]
+    lines = segment.read_bytes().splitlines(keepends=True)
+    for damaged in (lines[line - 1].replace(b'"step":', b'"step":1', 1), b"\xff\n", b"[]\n", b"\n"):
+        segment.write_bytes(b"".join([*lines[: line - 1], damaged, *lines[line:]]))
+        (problem,) = read_ledger(path).problems
+        assert f"{segment}, line {line} is damaged" in problem
+        assert agrees(path, seen) == known
+    segment.write_bytes(b"".join(lines[: line - 1]))
+    assert f"line {line} is damaged: it is missing" in read_ledger(path).problems[0]
+
+
+def test_another_runs_ledger_is_told(tmp_path: Path) -> None:
+    seen = three_starts(tmp_path / "a" / "snapshot.pt")
+    three_starts(tmp_path / "b" / "snapshot.pt")
+    ledger = tmp_path / "a" / "snapshot.pt.ledger"
+    shutil.rmtree(ledger)
+    shutil.copytree(tmp_path / "b" / "snapshot.pt.ledger", ledger)
+    with pytest.raises(SnapshotError, match=r"does not say what step 3 .*cannot be read"):
+        read_ledger(tmp_path / "a").at(3)
+    first, last = segments(tmp_path / "b" / "snapshot.pt")[0::2]
+    last.write_bytes(first.read_bytes())
+    assert "line 1 is damaged: it is another run's" in read_ledger(tmp_path / "b").problems[0]
+    assert len(seen) == 14
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_forged_ledger_is_read_or_refused(data: st.DataObject) -> None:
+    values = st.one_of(
+        st.none(), st.booleans(), st.integers(-2, 1 << 63), st.integers(0, 30), st.text(max_size=5), st.just([]),
+        st.sampled_from(["0:1.1.1", "0:1.0.zzzzzzzzzz", "drop", '{"order":"endless shuffled of 3","unit":"sample"}']),
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "snapshot.pt"
+        shutil.copytree(forged(), folder, dirs_exist_ok=True)
+        segment = data.draw(st.sampled_from(segments(path)))
+        lines = [unseal(each) for each in segment.read_bytes().splitlines()]
+        line = data.draw(st.sampled_from(lines))
+        for name in data.draw(st.lists(st.sampled_from([*lines[0], *lines[1]]), min_size=1, max_size=3)):
+            line[name] = data.draw(values)
+        segment.write_text("".join(map(seal, lines)))
+        try:
+            ledger = read_ledger(path)
+            for step in (1, 8, 14):
+                told(ledger, only=step)
+            sights(ledger, 5)
+        except (ValueError, MidepochError):
+            return
+
+
+def forged(made: list[Path] = []) -> Path:  # noqa: B006  # made once
+    """A folder with a run's ledger, to be copied."""
+    if not made:
+        made.append(Path(tempfile.mkdtemp()))
+        three_starts(made[0] / "snapshot.pt")
+    return made[0]
+
+
+def test_a_snapshot_that_says_nonsense_of_its_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path / "snapshot.pt", shuffled, 1, {}, seed=1)
+    count = {"segment": "../../etc", "lines": 2, "step": 0, "start": 0}
+    monkeypatch.setattr(job.snapshot._ledger, "write", lambda: count)
+    job.snapshot.save()
+    with pytest.raises(SnapshotError, match="has no ledger"):
+        read_ledger(tmp_path / "snapshot.pt")
+    with pytest.raises(SnapshotError, match=r"is damaged \(ledger\)"):
+        Job(tmp_path / "snapshot.pt", shuffled, 1, {}, seed=1)
+
+
+# --- which loaders ---
+
+
+def trained(path: Path, body: Callable[..., None], **loaders: Any) -> dict[str, list[tuple[int, int, int]]]:
+    """By loader: first step, last step, and batches of a step, as the ledger of a job has them."""
+    with Snapshot(path, ledger=True, signals=(), parts=loaders) as snapshot:
+        body(snapshot, **loaders)
+        snapshot.save()
+    found: dict[str, list[tuple[int, int, int]]] = {}
+    for first, last, entry in read_ledger(path).stretches:
+        found.setdefault(entry.loader, []).append((first, last, entry.each))
+    return found
+
+
+def test_what_is_validated_with_is_not_trained_on(tmp_path: Path) -> None:
+    def body(snapshot: Snapshot, data: Any, validation: Any) -> None:
+        for epoch in snapshot.epochs(3):
+            for number, _ in enumerate(data):
+                snapshot.step()
+                if number == 2:
+                    for looked, _ in enumerate(validation):
+                        if looked == 1 and epoch == 1:
+                            break  # and left
+
+    loaders = {"data": midepoch.wrap(shuffled(), seed=1), "validation": midepoch.wrap(shuffled(), seed=2)}
+    assert trained(tmp_path / "snapshot.pt", body, **loaders) == {"data": [(1, 18, 1)]}
+
+
+def test_two_loaders_in_turn_and_together(tmp_path: Path) -> None:
+    def body(snapshot: Snapshot, one: Any, two: Any) -> None:
+        for _ in snapshot.epochs(1):
+            for _ in one:
+                snapshot.step()
+            for _ in zip(one, two, strict=False):
+                snapshot.step()
+
+    loaders = {"one": midepoch.wrap(shuffled(), seed=1), "two": midepoch.wrap(shuffled(), seed=2)}
+    found = trained(tmp_path / "snapshot.pt", body, **loaders)
+    assert found == {"one": [(1, 12, 1)], "two": [(7, 12, 1)]}
+
+
+def test_a_source_that_cannot_be_computed_is_told_at_its_first_step(tmp_path: Path) -> None:
+    def body(snapshot: Snapshot, data: Any) -> None:
+        for _ in snapshot.epochs(2):
+            for _ in data:
+                snapshot.step()
+
+    loader = midepoch.wrap(lambda: iter(range(5)), seed=1)
+    with pytest.warns(midepoch.MidepochWarning, match="ledger does not say which samples data gives") as caught:
+        found = trained(tmp_path / "snapshot.pt", body, data=loader)
+    assert len([each for each in caught if "ledger" in str(each.message)]) == 1
+    assert len(found["data"]) == 1
+    (stretch,) = read_ledger(tmp_path).at(7)
+    assert stretch.entry.unknown
+    with pytest.raises(midepoch.UnsupportedSourceError, match="cannot be computed"):
+        told(read_ledger(tmp_path))
+
+
+def test_a_ledger_may_begin_late_and_pause(tmp_path: Path) -> None:
+    for keeps in (False, True, False, True):
+        loader = midepoch.wrap(shuffled(), seed=1)
+        with Snapshot(tmp_path / "snapshot.pt", ledger=keeps, signals=(), data=loader) as snapshot:
+            snapshot.load()
+            batches = iter(loader)
+            for _ in range(2):
+                next(batches)
+                snapshot.step()
+            snapshot.save()
+    ledger = read_ledger(tmp_path)
+    assert [(each.first, each.last) for each in ledger.stretches] == [(7, 8)]
+    with pytest.raises(SnapshotError, match=r"does not say what step 6 .*it begins after step 6"):
+        ledger.at(6)
+    for step in (0, 9):
+        with pytest.raises(ValueError, match=f"step {step} is not of this run: name one from 1 to 8"):
+            ledger.at(step)
+
+
+def test_without_one_it_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SnapshotError, match="has 0 ledgers"):
+        read_ledger(tmp_path)
+    with pytest.raises(SnapshotError, match="is missing"):
+        read_ledger(tmp_path / "snapshot.pt")
+    with Snapshot(tmp_path / "snapshot.pt", signals=(), data=midepoch.wrap(shuffled(), seed=1)) as snapshot:
+        snapshot.save()
+    with pytest.raises(SnapshotError, match="has no ledger"):
+        read_ledger(tmp_path / "snapshot.pt")
