@@ -267,27 +267,6 @@ def test_a_pipeline_without_a_seed_takes_midepochs(root: str) -> None:
         make(6).load_state_dict(loader.state_dict())
 
 
-def test_random_augment_fits_the_state(root: str) -> None:
-    from nvidia.dali.auto_aug import rand_augment
-
-    @pipeline_def(batch_size=3, num_threads=2, device_id=None, seed=3, enable_conditionals=True)
-    def augmented() -> Any:
-        encoded, label = fn.readers.file(file_root=f"{root}/jpeg", name="Reader", random_shuffle=True)
-        image = fn.resize(fn.decoders.image(encoded), resize_x=16, resize_y=16)
-        return label, rand_augment.rand_augment(image, n=2, m=9)
-
-    def make() -> Any:
-        return midepoch.wrap(DALIGenericIterator([augmented()], ["label", "data"], reader_name="Reader"))
-
-    loader = make()
-    iterator = iter(loader)
-    for _ in range(5):
-        next(iterator)
-    state = loader.state_dict()
-    assert 2000 < len(json.dumps(state)) <= 16384
-    assert [content(batch) for batch in iterator] == [content(batch) for batch in loader_after(make(), state)]
-
-
 def test_where_only_a_checkpoint_leads_is_refused(root: str) -> None:
     with native(root=root) as loader:
         given = iter(loader)
@@ -776,22 +755,6 @@ def test_an_image_whose_size_cannot_be_told_is_named(tmp_path: Path, damage: str
     assert [batch[0]["label"].flatten().tolist() for batch in loader] == [[4, 5]]
 
 
-def test_windows_are_chosen_for_what_a_reader_gave_alone(root: str) -> None:
-    @pipeline_def(batch_size=2, num_threads=1, device_id=None)
-    def pipeline(reader: Callable[[], Any]) -> Any:
-        return dali.random.crop_window(reader())
-
-    def label() -> Any:
-        return dali.readers.file(files=sources.images(root, 4))[1]
-
-    def changed() -> Any:
-        return fn.copy(dali.readers.file(files=sources.images(root, 4))[0])
-
-    for given in (label, changed, lambda: dali.readers.numpy(f"{root}/npy"), lambda: fn.constant(idata=[1])):
-        with pytest.raises(Unsupported, match=r"crop_window knows the sizes .*pass it"):
-            pipeline(given)
-
-
 def test_crop_windows_are_distributed_as_dalis(root: str) -> None:
     from scipy import stats
 
@@ -906,46 +869,6 @@ def test_examples(name: str) -> None:
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("make", [native, sampled])
-def test_on_a_gpu(root: str, make: Callable[..., Any]) -> None:
-    if make is native:
-
-        @pipeline_def(batch_size=4, num_threads=2, device_id=dali.device_id(), seed=5)
-        def pipeline() -> Any:
-            encoded, label = fn.readers.file(file_root=f"{root}/jpeg", random_shuffle=True, name="Reader")
-            image = fn.decoders.image_random_crop(encoded, device="mixed")
-            image = fn.resize(image, resize_x=16, resize_y=16)
-            return fn.crop_mirror_normalize(image, mirror=fn.random.coin_flip()), label.gpu()
-
-    else:
-
-        @pipeline_def(batch_size=4, num_threads=2, device_id=dali.device_id())
-        def pipeline() -> Any:
-            encoded, label = dali.readers.file(f"{root}/jpeg", random_shuffle=True)
-            window = dali.random.crop_window(encoded)
-            image = fn.decoders.image_slice(encoded, *window, device="mixed", axis_names="HW")
-            image = fn.resize(image, resize_x=16, resize_y=16)
-            return fn.crop_mirror_normalize(image, mirror=dali.random.coin_flip()), label.gpu()
-
-    def wrapped() -> Any:
-        options = {"reader_name": "Reader"} if make is native else {}
-        return midepoch.wrap(DALIGenericIterator([pipeline()], ["data", "label"], **options), seed=5)
-
-    loader = wrapped()
-    epochs = [[{key: value.cpu() for key, value in batch[0].items()} for batch in loader] for _ in range(2)]
-    assert loader.source._pipes[0].device_id == 0
-    for cut in (0, 3, 9):
-        loader = wrapped()
-        for _, batch in zip(range(cut), loader, strict=False):
-            assert batch[0]["data"].device == torch.device("cuda", 0)
-        resumed = wrapped()
-        resumed.load_state_dict(loader.state_dict())
-        rest = [{key: value.cpu() for key, value in batch[0].items()} for batch in resumed]
-        assert digest(rest) == digest(epochs[0][cut:])
 
 
 @pytest.mark.gpu

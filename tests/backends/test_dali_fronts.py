@@ -175,9 +175,7 @@ def of_class(kind: Any, root: str, ours: bool) -> Any:
 
 @pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize(("kind", "method"), [(Two, "__next__"), (Yields, "__iter__")])
-def test_a_subclass_that_reads_in_its_own_way_is_refused(
-    kind: Any, method: str, ours: bool, root: str
-) -> None:
+def test_a_subclass_that_reads_in_its_own_way_is_refused(kind: Any, method: str, ours: bool, root: str) -> None:
     told = rf"{kind.__name__} has a {method} of its own.* move what is done with a batch to then=: midepoch.wrap\("
     with pytest.raises(Unsupported, match=told):
         midepoch.wrap(of_class(kind, root, ours))

@@ -444,50 +444,6 @@ def test_a_device_in_the_pipeline_becomes_the_local_one(device: Any) -> None:
         assert pipelines == before
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_batches_on_a_gpu_are_those_on_the_cpu() -> None:
-    def make(device: Any) -> Any:
-        pipelines = sources.readme_pipelines()
-        for steps in pipelines.values():
-            steps.append(ToDevice(device))
-        return midepoch.wrap(sources.make(pipelines, sources.file("jpeg"), batches_ahead=1), seed=1)
-
-    expected = read(make(torch.device("cpu")))
-    loader = make(torch.device("cuda", 0))
-    busy = torch.rand(4096, 4096, device="cuda")
-    got: Batches = []
-    for batch in loader:
-        busy = busy @ busy / 4096  # the copies of a batch must survive a GPU that is far behind
-        got.append(tuple(part.clone() for part in batch))
-    assert all(part.is_cuda for batch in got for part in batch)
-    assert same([tuple(part.cpu() for part in batch) for batch in got], expected)
-    loader.load_state_dict(midepoch.wrap(loader.source, seed=1).state_dict())
-    loader.seek(position=8)
-    assert same([tuple(part.cpu() for part in batch) for batch in read(loader)], expected[2:])
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_a_module_on_a_gpu_continues_exactly() -> None:
-    class OnGpu(torch.nn.Module):
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            return images.float() + torch.rand(len(images), 1, 1, 1, device=images.device)
-
-    pipelines = images_with()
-    pipelines["image"] += [ToTorchImage(), ToDevice(torch.device("cuda", 0)), OnGpu()]
-    bare = sources.make(pipelines)
-    before = torch.cuda.get_rng_state()
-    loader = midepoch.wrap(bare, seed=1)
-    first, state = read(loader, 2), loader.state_dict()
-    assert torch.equal(before, torch.cuda.get_rng_state())
-    torch.rand(5, device="cuda")
-    assert same(first + read(midepoch_at(bare, state)), read(midepoch.wrap(bare, seed=1)))
-
-
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 

@@ -23,10 +23,7 @@ PROGRAM = Path(gpu_programs.__file__)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 on_each_device = pytest.mark.parametrize(
     "device",
-    [
-        pytest.param("cuda:0", marks=[pytest.mark.gpu, needs_gpu]),
-        pytest.param("cpu", marks=pytest.mark.long),
-    ],
+    [pytest.param("cuda:0", marks=[pytest.mark.gpu, needs_gpu]), pytest.param("cpu", marks=pytest.mark.long)],
 )
 
 

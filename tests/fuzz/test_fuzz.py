@@ -62,10 +62,7 @@ def fuzzer(target: str) -> Any:
     "target",
     # FFCV compiles its pipelines in each process. Its states are read as those of DataLoaders are, by the same code;
     # files that are cut, or whose tables differ, are in test_ffcv.
-    [
-        pytest.param(each, marks=pytest.mark.long if NEEDS.get(each) == "ffcv" else ())
-        for each in fuzz.targets()
-    ],
+    [pytest.param(each, marks=pytest.mark.long if NEEDS.get(each) == "ffcv" else ()) for each in fuzz.targets()],
 )
 def test_every_mutation_is_refused_or_continued_exactly(target: str) -> None:
     _skip_without(NEEDS.get(target, "torch"))

@@ -266,27 +266,6 @@ BACKENDS = {
 }
 
 
-def skipping(folder: Path, batch: int, world_size: int, workers: int) -> Any:
-    """Goes on one batch too late after a load."""
-    loader = midepoch.wrap(dataloader(folder, batch, world_size, 0), seed=5)
-    load = loader.load_state_dict
-
-    def load_too_far(state: Any) -> None:
-        load(state)
-        loader.seek(position=min(loader.position + GLOBAL_BATCH, SIZE))
-
-    loader.load_state_dict = load_too_far  # type: ignore[method-assign]
-    return loader
-
-
-def changing(folder: Path, batch: int, world_size: int, workers: int) -> Any:
-    """Gives other bits each time."""
-    return midepoch.wrap(DataLoader(Noisy(), batch, shuffle=True), seed=5, randomness="none")
-
-
-BROKEN = {"skipping": Backend(skipping, of_rows), "changing": Backend(changing, of_rows)}
-
-
 # --- training --------------------------------------------------------------------------------------------------------
 
 PARTS = ("starting", "building", "loading", "in a batch", "between batches", "saving")
@@ -480,7 +459,7 @@ class Chaos:
     """Jobs of one backend in a folder that is removed at the end."""
 
     def __init__(self, name: str, seed: int, folder: Path) -> None:
-        self.backend, self.random = (BACKENDS | BROKEN)[name], random.Random(seed)
+        self.backend, self.random = BACKENDS[name], random.Random(seed)
         self.folder, self.board = folder, Board()
         self.tally = Tally()
         self.data = folder / "data"
@@ -656,41 +635,16 @@ def run(name: str, kills: int, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def table(path: Path) -> str:
-    """Of what `--json` has collected in a file, as Markdown."""
-    lines = [
-        "| backend | kills | launches | jobs done | ranks | samples | lost | repeated | different | "
-        "in a batch / between / saving / loading / building / starting | minutes | seed |",
-        f"|{'---|' * 12}",
-    ]
-    for row in json.loads(path.read_text()):
-        struck = " / ".join(
-            str(row["parts"].get(part, 0))
-            for part in ("in a batch", "between batches", "saving", "loading", "building", "starting")
-        )
-        lines.append(
-            f"| {row['backend']} | {row['kills']} | {row['launches']} | {row['jobs']} | "
-            f"{', '.join(sorted(row['ranks']))} | {row['samples']:,} | {row['lost']} | {row['repeated']} | "
-            f"{row['different']} | {struck} | {row['seconds'] / 60:.0f} | {row['seed']} |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--backend", choices=[*BACKENDS, *BROKEN])
-    action.add_argument("--table", type=Path, help="print a file of counts as Markdown")
+    parser.add_argument("--backend", choices=[*BACKENDS], required=True)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="a file to which the counts are added, in place of earlier ones")
     parser.add_argument("--prepare", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.table:
-        print(table(options.table))
-        return
     if options.prepare:
-        (BACKENDS | BROKEN)[options.backend].prepare(options.prepare)
+        BACKENDS[options.backend].prepare(options.prepare)
         return
     try:
         counts = run(options.backend, options.kills, options.seed)

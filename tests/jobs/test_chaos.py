@@ -31,7 +31,6 @@ def survived(backend: str, kills: int, folder: Path) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     (counts,) = json.loads((folder / "counts.json").read_text())
-    assert chaos.table(folder / "counts.json").splitlines()[-1].startswith(f"| {backend} | {counts['kills']} |")
     return dict(counts)
 
 
@@ -42,20 +41,5 @@ def test_a_job_killed_until_it_is_done_misses_nothing(backend: str, tmp_path: Pa
     kills = 500 if LONG else 3
     counts = survived(backend, kills, tmp_path)
     assert counts["kills"] >= kills and counts["samples"] >= chaos.SIZE * chaos.EPOCHS
-
-
-@pytest.mark.parametrize(
-    ("backend", "problem"),
-    [
-        pytest.param("skipping", "has other samples, or other bits", marks=pytest.mark.long),
-        pytest.param("changing", "differs when it is made", marks=pytest.mark.long),
-    ],
-)
-def test_a_loader_that_is_wrong_is_found(backend: str, problem: str) -> None:
-    command = [sys.executable, chaos.__file__, "--backend", backend, "--kills", "30", "--seed", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1
-    assert problem in done.stderr or "has other samples, or other bits" in done.stderr
-    assert f"Again: python tests/jobs/chaos.py --backend {backend} --kills 30 --seed 2" in done.stderr
 
 

@@ -86,18 +86,12 @@ def runs(shown: tuple[Path, subprocess.CompletedProcess[str]]) -> dict[str, dict
 def test_nothing_is_lost_repeated_or_different(runs: dict[str, dict[str, Any]]) -> None:
     assert list(runs) == ["uninterrupted", "same world", "other worlds"]
     for run in runs.values():
-        assert (run["samples_lost"], run["samples_repeated"], run["batches_done_again_differing"]) == (
-            0,
-            0,
-            0,
-        )
+        assert (run["samples_lost"], run["samples_repeated"], run["batches_done_again_differing"]) == (0, 0, 0)
         assert run["batches_equal"] == run["batches"] == 40  # 2 epochs of 480 images in batches of 24
         assert run["problems"] == []
 
 
-def test_each_run_was_killed_and_went_on(
-    runs: dict[str, dict[str, Any]],
-) -> None:
+def test_each_run_was_killed_and_went_on(runs: dict[str, dict[str, Any]]) -> None:
     for name, sizes in (("same world", [1, 1]), ("other worlds", [1, 2])):
         segments = runs[name]["segments"]
         assert [segment["world_size"] for segment in segments] == sizes
@@ -169,9 +163,7 @@ def write_log(folder: Path, world_size: int, first_step: int, batches: list[list
     """A segment whose batches hold these samples, a letter each; 'a' is image 0. Its ranks share them equally."""
     folder.mkdir(parents=True)
     for rank in range(world_size):
-        events: list[dict[str, Any]] = [
-            {"event": "start", "step": first_step, "epoch": 0, "position": 0, "pid": 1}
-        ]
+        events: list[dict[str, Any]] = [{"event": "start", "step": first_step, "epoch": 0, "position": 0, "pid": 1}]
         for step, samples in enumerate(batches, first_step):
             size = len(samples) // world_size
             part = samples[rank * size : (rank + 1) * size]
@@ -336,9 +328,7 @@ def test_a_missing_package_is_named_with_the_cure(
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
-    assert (
-        capsys.readouterr().err == f"midepoch: this command needs {module}: pip install 'midepoch[demo]'\n"
-    )
+    assert capsys.readouterr().err == f"midepoch: this command needs {module}: pip install 'midepoch[demo]'\n"
     assert not (tmp_path / "output").exists()
 
 

@@ -77,60 +77,12 @@ def usual_with_workers(make: Make, log: Log, epochs: int) -> None:
     usual(make, log, epochs, workers=2)
 
 
-def validation_first(make: Make, log: Log, epochs: int) -> None:
-    train, validation = loader(18), loader(6, 3, 2)
-    snapshot = make(log=log, train=train, validation=validation)
-    for epoch in snapshot.epochs(epochs):
-        for batch in validation:
-            log("before", epoch, batch)
-        for batch in train:
-            log("train", epoch, batch)
-            snapshot.step()
-        for batch in validation:
-            log("after", epoch, batch)
-
-
-def validation_in_the_middle(make: Make, log: Log, epochs: int) -> None:
-    train, validation = loader(18), loader(6, 3, 2)
-    snapshot = make(log=log, train=train, validation=validation)
-    for epoch in snapshot.epochs(epochs):
-        for number, batch in enumerate(train, train.batches_done):
-            log("train", epoch, number, batch)
-            if number % 2:
-                for other in validation:
-                    log("middle", epoch, other)
-            snapshot.step()
-        for other in validation:
-            log("end", epoch, other)
-
-
 def zipped(make: Make, log: Log, epochs: int) -> None:
     first, second = loader(18), loader(18, 4, 2)
     snapshot = make(log=log, first=first, second=second)
     for epoch in snapshot.epochs(epochs):
         for pair in zip(first, second, strict=False):
             log(epoch, pair)
-            snapshot.step()
-        log("schedule", epoch)
-
-
-def zipped_with_a_cycle(make: Make, log: Log, epochs: int) -> None:
-    labelled, unlabelled = loader(18), loader(6, 2, 2)
-    snapshot = make(log=log, labelled=labelled, unlabelled=unlabelled)
-    for epoch in snapshot.epochs(epochs):
-        for pair in zip(labelled, cycle(unlabelled), strict=False):
-            log(epoch, pair)
-            snapshot.step()
-        log("schedule", epoch)
-
-
-def a_cycle_over_all_epochs(make: Make, log: Log, epochs: int) -> None:
-    labelled, unlabelled = loader(18), loader(30, 2, 2)
-    snapshot = make(log=log, labelled=labelled, unlabelled=unlabelled)
-    endless = cycle(unlabelled)
-    for epoch in snapshot.epochs(epochs):
-        for batch in labelled:
-            log(epoch, batch, next(endless))
             snapshot.step()
         log("schedule", epoch)
 
@@ -145,81 +97,6 @@ def several_passes(make: Make, log: Log, epochs: int) -> None:
                 snapshot.step()
         for batch in validation:
             log("validate", epoch, batch)
-
-
-def two_loaders(make: Make, log: Log, epochs: int) -> None:
-    first, second = loader(10), loader(14, 4, 2)
-    snapshot = make(log=log, first=first, second=second)
-    for epoch in snapshot.epochs(epochs):
-        for batch in first:
-            log("first", epoch, batch)
-            snapshot.step()
-        for batch in second:
-            log("second", epoch, batch)
-            snapshot.step()
-        log("schedule", epoch)
-
-
-def part_of_an_epoch(make: Make, log: Log, epochs: int) -> None:
-    first, second = loader(18), loader(14, 4, 2)
-    snapshot = make(log=log, first=first, second=second)
-    for epoch in snapshot.epochs(epochs):
-        for batch in itertools.islice(first, 3 - first.batches_done):
-            log("first", epoch, batch)
-            snapshot.step()
-        if epoch == 1:
-            continue
-        for batch in itertools.islice(second, 2 - second.batches_done):
-            log("second", epoch, batch)
-            snapshot.step()
-        log("schedule", epoch)
-
-
-def a_part_and_a_whole_pass(make: Make, log: Log, epochs: int) -> None:
-    first, second = loader(18), loader(14, 4, 2)
-    snapshot = make(log=log, first=first, second=second)
-    for epoch in snapshot.epochs(epochs):
-        for batch in itertools.islice(first, 3 - first.batches_done):
-            log("first", epoch, batch)
-            snapshot.step()
-        for batch in second:
-            log("second", epoch, batch)
-            snapshot.step()
-        log("schedule", epoch)
-
-
-def two_validations_within_a_pass(make: Make, log: Log, epochs: int) -> None:
-    train, val = loader(22), loader(9, 4, 2)
-    snapshot = make(log=log, train=train, val=val)
-    for epoch in snapshot.epochs(epochs):
-        for number, batch in enumerate(train, train.batches_done):
-            log("train", epoch, batch)
-            if number in (0, 3):
-                for other in val:
-                    log("val", epoch, other)
-            snapshot.step()
-        log("schedule", epoch)
-
-
-def loops_in_loops(make: Make, log: Log, epochs: int) -> None:
-    tasks, inner = loader(6, 2), loader(10, 4, 2)
-    snapshot = make(log=log, tasks=tasks, inner=inner)
-    for epoch in snapshot.epochs(epochs):
-        for task in tasks:
-            for batch in inner:
-                log(epoch, task, batch)
-            snapshot.step()
-        log("schedule", epoch)
-
-
-def unknown_length(make: Make, log: Log, epochs: int) -> None:
-    train = midepoch.wrap(_numbers, seed=2)
-    snapshot = make(log=log, train=train)
-    for epoch in snapshot.epochs(epochs):
-        for batch in train:
-            log("train", epoch, batch)
-            snapshot.step()
-        log("schedule", epoch)
 
 
 def parts_of_its_own_state(make: Make, log: Log, epochs: int) -> None:
@@ -586,12 +463,9 @@ SHAPES: dict[str, Body] = {
 BODIES: dict[str, Callable[[Make, Log, int], None]] = {
     each.__name__: each
     for each in (
-        usual, usual_with_workers, validation_first, validation_in_the_middle, zipped, zipped_with_a_cycle,
-        a_cycle_over_all_epochs, several_passes, two_loaders, part_of_an_epoch,
-        a_part_and_a_whole_pass, two_validations_within_a_pass, loops_in_loops, unknown_length, its_own_state,
-        parts_of_its_own_state, read_ahead, read_ahead_of_validations, read_ahead_in_a_zip,
-        zips_within_one_that_is_read_ahead, a_loop_that_drops_what_it_has_read_ahead, in_functions_and_generators,
-        saved_in_except,
+        usual, usual_with_workers, several_passes, its_own_state, parts_of_its_own_state, read_ahead,
+        read_ahead_of_validations, read_ahead_in_a_zip, zips_within_one_that_is_read_ahead,
+        a_loop_that_drops_what_it_has_read_ahead, in_functions_and_generators, saved_in_except,
     )
 }  # fmt: skip
 

@@ -35,11 +35,7 @@ from support import forking
 SIZE, BATCH = 22, 4
 _FOLDER = "MIDEPOCH_FFCV_FILES"  # where this process and those that it spawns find the files
 
-ORDERS = {
-    "random": OrderOption.RANDOM,
-    "sequential": OrderOption.SEQUENTIAL,
-    "quasi": OrderOption.QUASI_RANDOM,
-}
+ORDERS = {"random": OrderOption.RANDOM, "sequential": OrderOption.SEQUENTIAL, "quasi": OrderOption.QUASI_RANDOM}
 
 
 class Images:

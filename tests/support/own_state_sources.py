@@ -269,46 +269,6 @@ class ReadsAhead(Stream):
         return {"given": min(self.given + 2, self.size), "epoch": self.epoch}
 
 
-class CannotLoad(Stream):
-    """Refuses every state that was saved within an epoch."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["given"]:
-            raise KeyError("version")
-        super().load_state_dict(state)
-
-
-class GoesTooFar(Stream):
-    """Its state leads one sample further, but for the first ones."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict({**state, "given": state["given"] + (state["given"] > 8)})
-
-
-class DrawsLate(Stream):
-    """Augments with the global generator, but for the first samples."""
-
-    def value(self, number: int) -> Any:
-        return random.random() if self.given > 5 else 0.0
-
-
-class HoldsALoader(torch.utils.data.IterableDataset[Any]):
-    """Its state is that of a StatefulDataLoader, which loses its generator's place: the next epoch is another one."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.held = StatefulDataLoader(range(SIZE), 1, shuffle=True, generator=generator)
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.held.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.held.load_state_dict(state)
-
-    def __iter__(self) -> Any:
-        yield from self.held
-
-
 class Draws(Stream):
     """Augments with the global generator, which its state does not cover."""
 
@@ -469,15 +429,4 @@ TOLD: dict[str, Callable[[], Any]] = {
 }
 """Each resumes wrongly after its first batch, by a fault of its own: the job's trial finds it."""
 
-FOUND_BY_CHECK: dict[str, Callable[[], Any]] = {
-    "counts passes": CountsPasses,
-    "cannot load": CannotLoad,
-    "goes too far": GoesTooFar,
-    "draws late": DrawsLate,
-    "holds a loader that shuffles": HoldsALoader,
-}
-"""Each resumes wrongly at other places, or raises there."""
 
-
-def wrapped_by_name(name: str, seed: int | None = SEED) -> Any:
-    return midepoch.wrap(FOUND_BY_CHECK[name](), seed=seed)

@@ -86,9 +86,7 @@ class Case:
 
 
 @pytest.mark.parametrize("settings", [{}, {"limit_train_batches": 4}, {"accumulate_grad_batches": 2}], ids=str)
-def test_a_resume_within_an_epoch_is_exact_and_told_once(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_resume_within_an_epoch_is_exact_and_told_once(settings: dict[str, Any], tmp_path: Path) -> None:
     case = Case(tmp_path, mapped, **settings)
     batches = settings.get("limit_train_batches", 5)
     cuts = [at for at in range(1, 2 * batches) if at % batches]

@@ -11,12 +11,9 @@ import logging
 import os
 import random
 import re
-import sys
 import threading
 import time
-import types
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -78,9 +75,7 @@ def test_killed_groups_lose_and_repeat_no_sample(
     ("dead", "outages", "seed"),
     [(1, 1, 2), *(pytest.param(6, 4, seed, marks=pytest.mark.long) for seed in range(11, 17))],
 )
-def test_a_lighthouse_that_is_killed_loses_no_sample(
-    dead: int, outages: int, seed: int, tmp_path: Path
-) -> None:
+def test_a_lighthouse_that_is_killed_loses_no_sample(dead: int, outages: int, seed: int, tmp_path: Path) -> None:
     outcome = kills.run_job(
         tmp_path, dead, seed, groups=2 if outages == 1 else 3, outages=outages, asynchronous=bool(seed % 2),
         size=400 if outages == 1 else 800, limit=120, points=("chosen", "allreduce", "voted"), settle=8,
@@ -346,38 +341,6 @@ def test_when_all_groups_have_died_others_go_on_from_disk(pair: Managers) -> Non
     assert [other.current_step() for other in made] == [4, 4]
 
 
-def _failing_once(manager: Manager, vote: Any) -> Any:
-    links = [RuntimeError("a link broke")]
-
-    def should_commit() -> bool:
-        if links:
-            manager.report_error(links.pop())
-        return bool(vote())
-
-    return should_commit
-
-
-def test_groups_that_drop_an_epochs_rest_begin_the_next_one(pair: Managers) -> None:
-    """Less is left on disk than a global batch of the groups that go on, and the first step of the next epoch fails."""
-
-    def make() -> Loader:
-        source: Any = DataLoader(range(21), batch_size=4, drop_last=True)  # type: ignore[arg-type]
-        return midepoch.wrap(source, seed=1, world=World(), tail="uneven")
-
-    alone = make()
-    alone.seek(position=16)
-    groups = Groups([pair(f"group_{number}") for number in range(2)], [make() for _ in range(2)])
-    for fed in groups.feeds:
-        fed.load_state_dict(alone.state_dict())
-    for manager in groups.managers:
-        manager.should_commit = _failing_once(manager, manager.should_commit)
-    groups.train(2)
-    assert not groups.errors
-    trained = sorted(sample for rows in groups.rows for batch, weight in rows if weight for sample in batch)
-    assert trained == list(range(16))
-    assert [fed.epoch for fed in groups.feeds] == [2, 2]
-
-
 class Groups:
     """Groups of one rank, each in a thread of this process."""
 
@@ -462,97 +425,6 @@ def test_groups_at_two_places_are_told_before_they_train(pair: Managers, differs
     # Not the whole states: which world the quorum found first is a race, and a state only informs of it.
     assert [(state["epoch"], state["position"]) for state in (each.state_dict() for each in groups.feeds)] == before
     assert groups.rows == [[], []]
-
-
-class Mistaken:
-    """A Manager's client. It lets the former quorum have had the number of the first one to which `applies`."""
-
-    def __init__(self, manager: Manager, applies: Callable[[Any], bool]) -> None:
-        self.manager, self.client, self.applies, self.mistaken = manager, manager._client, applies, False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.client, name)
-
-    def _quorum(self, **keywords: Any) -> Any:
-        quorum = self.client._quorum(**keywords)
-        if not self.mistaken and self.applies(quorum):
-            self.mistaken = True
-            self.manager._quorum_id = quorum.quorum_id
-        return quorum
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_quorum_with_the_formers_number_leaves_nobody_out(managers: Managers, asynchronous: bool) -> None:
-    """As after a lighthouse has come back. A Manager keeps its process group then, in which who has joined is not."""
-    managers.patience = 1.0
-    made: list[Manager] = []
-    voted: list[tuple[int, float]] = []
-    last = [sys.maxsize]  # step
-    running: list[Future[None]] = []
-
-    def wait(voters: int, votes: int) -> None:
-        while voted.count((voters, 1.0)) < votes and not any(each.done() for each in running):
-            time.sleep(0.01)
-
-    def train(manager: Manager, batches: Feed) -> None:
-        # Epoch after epoch: the first group may see many before the second one has come.
-        each = itertools.chain.from_iterable(itertools.repeat(batches))
-        while manager.current_step() < last[0]:
-            next(each)
-            gradient = torch.ones(1)
-            manager.allreduce(gradient).wait()
-            if manager.should_commit():
-                voted.append((manager.num_participants(), gradient.item()))
-        manager.shutdown(wait=False)
-
-    with ThreadPoolExecutor(3) as pool:
-        for name in ("first", "second", "third"):
-            made.append(managers(name, use_async_quorum=asynchronous))
-            if name != "third":
-                made[-1]._client = Mistaken(made[-1], lambda quorum: len(quorum.replica_ids) == 3)
-            else:
-                wait(2, 4)
-            running.append(pool.submit(train, made[-1], feed(made[-1], wrapped(400))))
-        wait(3, 6)
-        last[0] = max(manager.current_step() for manager in made) + 2
-        for each in running:
-            each.result(60)
-    assert all(manager._client.mistaken for manager in made[:2])
-    assert {mean for _, mean in voted} == {1.0}, "a step was voted for without the gradients of a group that it counts"
-    assert voted.count((3, 1.0)) >= 6
-
-
-class Late:
-    """A Manager's client. Once, it is not told to heal, as with a quorum of a lighthouse that has died since."""
-
-    def __init__(self, manager: Manager) -> None:
-        self.client, self.late = manager._client, True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.client, name)
-
-    def _quorum(self, **keywords: Any) -> Any:
-        quorum = self.client._quorum(**keywords)
-        if not (self.late and quorum.heal):
-            return quorum
-        self.late = False
-        told = {name: getattr(quorum, name) for name in dir(quorum) if not name.startswith("_")}
-        return types.SimpleNamespace(**{**told, "heal": False})
-
-
-def test_a_group_that_is_behind_is_healed_in_the_next_step(pair: Managers) -> None:
-    made = [pair(f"group_{number}") for number in range(2)]
-    made[0].load_state_dict({"step": 3, "batches_committed": 3})
-    made[1]._client = late = Late(made[1])
-    loaders = [wrapped(28) for _ in range(2)]
-    loaders[0].seek(position=12)
-    groups = Groups(made, loaders)
-    groups.train(1)
-    assert not groups.errors
-    assert not late.late
-    trained = sorted(sample for rows in groups.rows for batch, weight in rows if weight for sample in batch)
-    assert trained == list(range(12, 28))
-    assert made[0].current_step() == made[1].current_step()
 
 
 def test_processes_of_one_group_at_two_places_raise(managers: Managers) -> None:

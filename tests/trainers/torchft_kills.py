@@ -147,9 +147,7 @@ class Group:
             told = {**common, "group": number, "rank": rank, "ranks": ranks, "store": str(store)}
             if die is not None and die[0] in (None, rank):
                 told["die"] = die[1]
-            self.processes.append(
-                forking.Program([HERE / "torchft_job.py", json.dumps(told)], modules=MODULES)
-            )
+            self.processes.append(forking.Program([HERE / "torchft_job.py", json.dumps(told)], modules=MODULES))
 
     def poll(self) -> list[int | None]:
         return [process.poll() for process in self.processes]
