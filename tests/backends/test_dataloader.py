@@ -318,12 +318,6 @@ def test_a_resumable_sampler_checks_its_arguments(keywords: dict[str, Any]) -> N
         ResumableSampler(**{"size": 5, **keywords})
 
 
-def test_a_loader_over_a_resumable_sampler_unwrapped() -> None:
-    source = DataLoader(sources.Indices(10), batch_size=2, sampler=ResumableSampler(10, seed=3))
-    plain = [batch.tolist() for batch in source]
-    assert plain == sources.taken(midepoch.wrap(DataLoader(sources.Indices(10), batch_size=2, shuffle=True), seed=3))
-
-
 # --- iterable datasets that expose samplers ---
 
 
@@ -386,41 +380,6 @@ def test_a_subclass_in_a_loader() -> None:
         batches = iter(DataLoader(sources.Inheriting(12), num_workers=1, multiprocessing_context=context))
         with pytest.raises(StateError, match=r"use wrap\(DataLoader\(dataset\)\)"):
             next(batches)
-
-
-def test_several_samplers() -> None:
-    for workers in (None, 2):
-
-        def make(workers: int | None = workers) -> Loader:
-            dataset = sources.Pairs(10)
-            return midepoch.wrap(dataset if workers is None else DataLoader(dataset, num_workers=workers), seed=5)
-
-        with make() as loader:
-            whole = sources.taken(loader)
-        flat = whole if workers is None else sources.flat(whole)
-        assert sorted(sample[0] for sample in flat) + sorted(sample[1] for sample in flat) != []
-        assert sorted(number for sample in flat for number in sample[:2]) == list(range(20))
-        assert sorted(sample[2] for sample in flat) == list(range(10))
-        assert sources.resumed(make, sources.heads(make, 4)[1]) == whole[4:]
-
-
-def test_driven_without_streams_still_jumps() -> None:
-    """The order resumes; the augmentations are the caller's, whose generators only reading moves."""
-
-    def make() -> Loader:
-        return midepoch.wrap(sources.Exposing(20), seed=5, randomness="none")
-
-    torch.manual_seed(3)
-    loader = make()
-    assert loader.capabilities.constant_time_resume
-    assert not loader.capabilities.exact_augmentations
-    loader.state_dict()
-    first = float(next(iter(loader))[2])
-    torch.manual_seed(3)
-    assert first == float(torch.rand(()))
-    whole = [sample[0] for sample in sources.taken(make())]
-    state = sources.heads(make, 7)[1]
-    assert [sample[0] for sample in sources.resumed(make, state)] == whole[7:]
 
 
 def test_a_dataset_that_shares_its_sampler_is_named() -> None:

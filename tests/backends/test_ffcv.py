@@ -29,7 +29,7 @@ from ffcv.pipeline.operation import Operation
 from ffcv.transforms import RandomBrightness, RandomHorizontalFlip, ToDevice, ToTensor, ToTorchImage
 
 import midepoch
-from midepoch import SourceError, StateMismatchError, UnsupportedSourceError, World
+from midepoch import SourceError, StateMismatchError, World
 from midepoch.adapters import ffcv as adapter
 from midepoch.adapters.ffcv import adapter as adapter_module
 from midepoch.adapters.ffcv import beton, epoch, kernels, private, random_streams
@@ -117,7 +117,6 @@ class TestMixed(Laws):
 
 @pytest.fixture(scope="module")
 def every_random_operation() -> dict[str, Any]:
-    from ffcv.fields.decoders import RandomResizedCropRGBImageDecoder
     from ffcv.transforms import Cutout, RandomContrast, RandomResizedCrop, RandomSaturation, RandomTranslate
 
     chain = [
@@ -267,22 +266,6 @@ def test_recompile_follows_an_operation_that_changes() -> None:
         assert same(read(loader), mirrored if recompile else upright)
         if recompile:
             assert compilations(lambda loader=loader: read(loader)) == 0  # type: ignore[misc]
-
-
-def test_images_that_grow_with_the_epochs() -> None:
-    def images(side: int) -> tuple[Any, dict[str, Any]]:
-        decoder = RandomResizedCropRGBImageDecoder((side, side))
-        return decoder, {"image": [decoder, ToTensor(), ToTorchImage()], "label": [IntDecoder(), ToTensor()]}
-
-    decoder, pipelines = images(12)
-    loader = midepoch.wrap(sources.make(pipelines), seed=3)
-    assert read(loader)[0][0].shape[-2:] == (12, 12)
-    decoder.output_size = (16, 16)
-    grown = read(loader)
-    assert grown[0][0].shape[-2:] == (16, 16)
-    fresh = midepoch.wrap(sources.make(images(16)[1]), seed=3)
-    fresh.seek(epoch=1)
-    assert same(read(fresh), grown)
 
 
 def test_functions_that_differ_are_not_exchanged() -> None:
@@ -632,18 +615,6 @@ def test_an_error_in_the_thread_reaches_the_consumer() -> None:
         assert loader.position == 8
         fails.fails = False
         assert labels(read(iterator)) == list(range(8, sources.SIZE))
-
-
-def test_an_order_of_a_users_own_is_refused() -> None:
-    from ffcv.traversal_order import Random
-
-    class Mine(Random):  # type: ignore[misc]
-        pass
-
-    bare = sources.make()
-    bare.traversal_order = Mine(bare)
-    with pytest.raises(UnsupportedSourceError, match=r"OrderOption\.SEQUENTIAL"):
-        midepoch.wrap(bare)
 
 
 def test_example(tmp_path: Path) -> None:

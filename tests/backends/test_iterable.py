@@ -20,7 +20,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import midepoch
 from midepoch import MidepochError, MidepochWarning, SourceError, StateError, UnsupportedSourceError, World
 from midepoch.loader.loader import Loader
-from midepoch.reading.replay import PrefixDigest
 from support import sources
 
 
@@ -208,22 +207,6 @@ def test_a_replay_warns_once() -> None:
     assert len([each for each in caught if each.category is MidepochWarning]) == 1
 
 
-def test_a_generator_that_does_not_repeat_itself_is_named() -> None:
-    entropy = random.SystemRandom()
-
-    def unrepeatable() -> Iterator[float]:
-        for _ in range(6):
-            yield entropy.random()
-
-    loader = midepoch.wrap(unrepeatable, seed=5)
-    batches = iter(loader)
-    next(batches)
-    next(batches)
-    loader.load_state_dict(loader.state_dict())
-    with pytest.raises(SourceError, match="does not repeat itself: what it gives up to unit 1 of epoch 0"), _quietly():
-        next(batches)
-
-
 def wandering() -> Iterator[int]:
     """Another order in each pass, but for every fourth item."""
     entropy = random.SystemRandom()
@@ -270,24 +253,6 @@ def test_a_chain_is_the_same_on_every_split() -> None:
     assert at(60, 2, 2, 1) == at(60, 1, 3) == chains[60]
 
 
-def test_a_chain_covers_every_unit_at_first_and_few_later() -> None:
-    def of(units: list[int]) -> str:
-        chain, taken = PrefixDigest(), 0
-        for number, unit in enumerate(units, start=1):
-            if number == chain.next:
-                chain.add(f"{unit:08x}")
-                taken += 1
-        assert taken <= 32 + 16 * max(len(units).bit_length() - 5, 0)
-        return chain.up_to(f"{units[-1]:08x}")
-
-    units = list(range(32))
-    changed = {of([*units[:place], 99, *units[place + 1 :]]) for place in range(32)}
-    assert len(changed | {of(units)}) == 33
-    swapped = list(range(100_000))
-    swapped[1 : 1 << 16] = reversed(swapped[1 : 1 << 16])
-    assert of(swapped) != of(list(range(100_000)))
-
-
 def test_a_generator_that_has_become_shorter_is_named() -> None:
     items = [1, 2, 3, 4, 5]
 
@@ -298,10 +263,6 @@ def test_a_generator_that_has_become_shorter_is_named() -> None:
     del items[2:]
     with pytest.raises(SourceError, match="ended after 2 units, but the state stands at 4"):
         sources.quiet_resume(lambda: midepoch.wrap(shrinking, seed=5), state)
-
-
-def _quietly() -> Any:
-    return warnings.catch_warnings(action="ignore", category=MidepochWarning)
 
 
 @pytest.mark.parametrize(("says", "expected"), [(9, "ended after 6 units"), (4, "more than the 4")])

@@ -30,7 +30,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from streaming import Stream, StreamingDataLoader, StreamingDataset
 from streaming.base.partition import get_partitions
-from streaming.base.util import retry
 from streaming.base.world import World
 from torch.utils.data import DataLoader
 
@@ -386,33 +385,6 @@ def test_code_that_draws_is_found_where_it_hides(
     assert draws(1, 2 * sources.BATCH) == whole[2:]
 
 
-class TryingAgain(StreamingDataset):  # type: ignore[misc]
-    """Says of each sample whether a download that is tried again draws from Python's generator."""
-
-    def __getitem__(self, at: Any) -> Any:
-        tries = []
-
-        def download() -> str:
-            tries.append(1)
-            if len(tries) < 3:
-                raise OSError("not yet")
-            return "there"
-
-        before = random.getstate()
-        assert retry(num_attempts=3, initial_backoff=0, max_jitter=0.001)(download)() == "there" and len(tries) == 3
-        return {**super().__getitem__(at), "untouched": random.getstate() == before}
-
-
-@pytest.mark.parametrize(
-    ("workers", "loading"),
-    [(0, {}), (2, {}), pytest.param(1, {"multiprocessing_context": "spawn"}, marks=pytest.mark.long)],
-    ids=["here", "forked", "spawned"],
-)
-def test_a_download_tried_again_draws_nothing_of_a_sample(workers: int, loading: dict[str, Any]) -> None:
-    with wrap(sources.bare(8, 4, num_workers=workers, kind=TryingAgain, loading=loading)) as loader:
-        assert all(all(batch["untouched"]) for batch in loader)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_dataset_is_read_for_one_loader_at_a_time(num_workers: int) -> None:
     """As Streaming has it: a second pass ends the first, which is said where that one is gone on with."""
@@ -527,19 +499,6 @@ def test_generators_and_the_dataset_stay_as_they_were(num_workers: int) -> None:
     assert states() == before
     assert source.generator is generator and source.collate_fn is sources.mix
     assert not {"_get_work", "_each_sample_id"} & vars(dataset).keys()
-
-
-def test_what_cannot_be_put_under_a_stream_is_not_promised() -> None:
-    class Seeds(sources.Drawing):
-        def __init__(self, **keywords: Any) -> None:
-            super().__init__(**keywords)
-            self.entropy = random.SystemRandom()
-
-    assert make().capabilities.exact_augmentations
-    told = make(kind=Seeds).capabilities.exact_augmentations
-    assert not told and "SystemRandom" in told.reason
-    assert not wrap(sources.bare(kind=sources.Drawing), randomness="none").capabilities.exact_augmentations
-    assert wrap(sources.bare(), randomness="none").capabilities.exact_augmentations
 
 
 def test_a_dataset_that_iterates_in_a_way_of_its_own_is_refused() -> None:

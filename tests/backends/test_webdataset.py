@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import lzma
-import multiprocessing
 import os
 import random
 import shutil
@@ -549,18 +548,6 @@ def test_a_handler_that_goes_on_leaves_holes(urls: list[str]) -> None:
         list(make(wds.reraise_exception))
 
 
-def test_a_stage_behind_the_loader_must_not_drop_a_rank_s_batch(urls: list[str]) -> None:
-    def make(world_size: int) -> Any:
-        loader = wds.WebLoader(
-            numbers(urls, nodesplitter=wds.split_by_node), batch_size=None, num_workers=0, collate_fn=sources.as_it_is
-        )
-        return midepoch.wrap(loader.select(lambda batch: 4 not in batch), world=World(0, world_size))
-
-    assert flat(make(1)) == [i for i in range(20) if i not in (4, 5)]
-    with pytest.raises(SourceError, match="dropped a whole batch on rank 0 of 2"):
-        list(make(2))
-
-
 class Behind:
     """A stage behind the DataLoader: drops batches, fails at some as long as it is told to."""
 
@@ -571,52 +558,6 @@ class Behind:
         if not self.failing.isdisjoint(batch):
             raise RuntimeError(f"cannot finish {batch}")
         return self.dropped.isdisjoint(batch)
-
-
-def finished(urls: list[str], kind: str, behind: Behind, count: int | None = None) -> Any:
-    shards = urls if kind == "indexed" else compress(urls)
-    dataset = numbers(shards)
-    if count is not None:
-        dataset = dataset.with_epoch(count)
-    loader = wds.WebLoader(dataset, batch_size=None, num_workers=0, collate_fn=sources.as_it_is).select(behind)
-    settings: dict[str, Any] = {} if kind == "indexed" else {"streams": 1}
-    return midepoch.wrap(loader, **settings)
-
-
-@pytest.mark.parametrize("kind", ["indexed", "streamed"])
-@pytest.mark.parametrize("count", [None, 7])
-def test_batches_dropped_behind_the_loader_are_passed_over(urls: list[str], kind: str, count: int | None) -> None:
-    """In states, in those of batches in flight, and by where the epoch ends."""
-    drops = {0, 6, 7, 8, 13}
-
-    def make() -> Any:
-        return finished(urls, kind, Behind(drops), count)
-
-    loader, epochs = make(), []
-    for _ in range(3):
-        iterator, batches = iter(loader), []
-        states = [loader.state_dict()]
-        for batch in iterator:
-            batches.append(batch)
-            states.append(loader.state_dict())
-        epochs.append((batches, states))
-    assert flat(epochs[0][0]) == [2, 3, 4, 5, 10, 11] if count else 14
-    assert {len(batches) for batches, _ in epochs} != {3}
-    for number, (batches, states) in enumerate(epochs):
-        for cut in range(len(batches)):
-            other = make()
-            other.load_state_dict(states[cut])
-            assert list(other) == batches[cut:]
-            if number < 2:
-                assert list(other) == epochs[number + 1][0]
-    again = make()
-    iterator = iter(again)
-    length = len(epochs[0][0])
-    list(itertools.islice(iterator, length))
-    for back in range(length):
-        other = make()
-        other.load_state_dict(again.state_dict(in_flight=back))
-        assert next(iter(other)) == (epochs[0][0] + epochs[1][0])[length - back]
 
 
 class Draws:
@@ -742,23 +683,6 @@ def test_an_unreadable_index_is_built_anew(
     assert [file.stat().st_mtime_ns for file in index_files(cache)] == before
 
 
-def _wrap_in_process(urls: list[str], barrier: Any, results: Any) -> None:
-    barrier.wait()
-    results.put(flat(midepoch.wrap(numbers(urls))))
-
-
-def test_processes_that_build_one_index_at_once_agree(urls: list[str], cache: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    barrier, results = context.Barrier(3), context.Queue()
-    processes = [context.Process(target=_wrap_in_process, args=(urls, barrier, results)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    assert [results.get(timeout=300) for _ in processes] == [list(range(20))] * 3
-    for process in processes:
-        process.join(timeout=300)
-    assert len(index_files(cache)) == 5
-
-
 # --- shards that change -----------------------------------------------------------------------------------------------
 
 
@@ -821,38 +745,6 @@ def test_a_missing_shard_is_an_error_unless_the_handler_goes_on(
         loader = midepoch.wrap(numbers(urls, handler=wds.ignore_and_continue))
     assert flat(loader) == [*range(4), *range(10, 20)]
     assert f"{urls[1]}: the shard is lost" in caplog.text
-
-
-def test_shards_without_samples(tmp_path: Path) -> None:
-    empty = make_shards(tmp_path / "empty", [0, 0])
-    with pytest.raises(SourceError, match="no samples in 2 shards"):
-        midepoch.wrap(numbers(empty))
-    assert list(midepoch.wrap(numbers(empty, empty_check=False))) == []
-    dataset = numbers(empty)
-    dataset.pipeline[0].urls = []
-    with pytest.raises(SourceError, match="has no shards"):
-        midepoch.wrap(dataset)
-
-
-def test_equal_keys_are_samples_of_their_own(tmp_path: Path) -> None:
-    with wds.TarWriter(str(tmp_path / "x.tar")) as writer:
-        for key, value in (("a", 0), ("b", 1), ("a", 2), ("c", 3)):
-            writer.write({"__key__": key, "cls": str(value).encode()})
-
-    def make() -> Any:
-        return midepoch.wrap(numbers(str(tmp_path / "x.tar"), batch=1))
-
-    assert flat(make()) == [0, 1, 2, 3]
-    head, rest = resumed(make, 2)
-    assert flat(head + rest) == [0, 1, 2, 3]
-    # Next to one another they are one sample that has a file twice, which webdataset refuses.
-    with wds.TarWriter(str(tmp_path / "y.tar")) as writer:
-        for key, value in (("a", 0), ("a", 1), ("b", 2)):
-            writer.write({"__key__": key, "cls": str(value).encode()})
-    with pytest.raises(SourceError, match=r"y\.tar: a sample has two files of one name"):
-        list(midepoch.wrap(numbers(str(tmp_path / "y.tar"))))
-    with pytest.raises(ValueError, match="duplicate file name"):
-        list(numbers(str(tmp_path / "y.tar")))
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
@@ -1073,18 +965,3 @@ def test_workers_leave_their_parents_connections_alone(tmp_path: Path, cache: Pa
             assert batches == whole
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_streams_leave_out_no_more_than_the_pipeline_by_itself(tmp_path: Path, workers: int) -> None:
-    """Of these shards, two workers leave out 2 samples. Dealt in another way, they would leave out 6."""
-    urls = make_shards(tmp_path / "unequal", [10, 9, 3])
-
-    def make() -> Any:
-        stages = wds.WebDataset([f"pipe:cat {url}" for url in urls], shardshuffle=9).map(number)
-        batches = stages.batched(4, collation_fn=list, partial=False)
-        loader = DataLoader(batches, batch_size=None, num_workers=workers, collate_fn=sources.as_it_is)
-        return loader if workers else batches
-
-    with midepoch.wrap(make(), seed=1, world=World()) as loader:
-        epochs = [list(loader) for _ in range(6)]
-    assert {len(epoch) for epoch in epochs} == {len(list(make()))} == {5}
-    assert len({str(epoch) for epoch in epochs}) > 1

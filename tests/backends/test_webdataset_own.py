@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import midepoch
-from midepoch import MidepochWarning, SourceError, StateError, StateMismatchError, UnsupportedSourceError, World
+from midepoch import MidepochWarning, SourceError, StateMismatchError, UnsupportedSourceError, World
 from midepoch.testing import check_resumable
 
 wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
@@ -139,12 +139,6 @@ def test_an_own_shuffle_of_shards_says_so(urls: list[str]) -> None:
     # Its seed is the order's, unless wrap is given one.
     seeded = midepoch.wrap(pipeline(wds.SimpleShardList(urls), own.EpochShuffle(seed=5), wds.split_by_worker))
     assert flat(seeded) == expected
-
-
-def test_an_own_shuffle_of_samples_is_refused(urls: list[str]) -> None:
-    dataset = wds.DataPipeline(wds.SimpleShardList(urls), wds.tarfile_to_samples(), own.EpochShuffle(), wds.map(number))
-    with pytest.raises(UnsupportedSourceError, match="stage EpochShuffle may work on the stream as a whole"):
-        midepoch.wrap(dataset)
 
 
 @pytest.mark.parametrize("kind", ["indexed", "streamed"])
@@ -332,47 +326,6 @@ def test_the_world_chooses_the_number_of_streams(tmp_path: Path) -> None:
     seven = streamed(shards, 0, 7)
     seven.load_state_dict(streamed(shards).state_dict())
     assert next(iter(seven))
-
-
-def test_streams_for_many_readers(tmp_path: Path) -> None:
-    shards = compress(make_shards(tmp_path / "two", [270, 270]))
-    ranks = [streamed(shards, rank, 512, count=2) for rank in (0, 511)]
-    assert [len(next(iter(rank))) for rank in ranks] == [2, 2]
-    assert "512 streams" in ranks[0].capabilities.elastic_workers.reason
-    assert "4096 streams" in streamed(shards, streams=4096).capabilities.elastic_workers.reason
-    with pytest.raises(
-        UnsupportedSourceError, match="5000 ranks x 1 workers would read 5000 streams, and there are 4096"
-    ):
-        next(iter(streamed(shards, 0, 5000)))
-    with pytest.raises(
-        UnsupportedSourceError, match=r"12 streams .* 5 ranks.*pass streams=5 or a multiple.*leave streams="
-    ):
-        next(iter(streamed(shards, 0, 5, streams=12)))
-    state = streamed(shards, 0, 512, count=2).state_dict()
-    part = json.loads(state["detail"])["part"]
-    for wrong in (part.replace("streams=512", "streams=9999"), part.replace("streams=512", "streams=0")):
-        with pytest.raises(StateError):
-            changed = midepoch.reseal({**state, "detail": json.dumps({"rank": 0, "part": wrong})})
-            streamed(shards, 0, 512, count=2).load_state_dict(changed)
-
-
-def test_capabilities_say_that_each_stream_ends_with_a_batch(urls: list[str]) -> None:
-    def make(dataset: Any) -> Any:
-        return midepoch.wrap(dataset, seed=1, streams=3)
-
-    loader = make(pipeline(wds.SimpleShardList(compress(urls)), batch=4))
-    assert "each stream ends with a batch of its own" in loader.capabilities.exact_order.reason
-    epoch = list(loader)
-    assert sorted(flat(epoch)) == list(range(27))
-    assert 0 < sum(len(batch) < 4 for batch in epoch) <= 3
-    counted = make(pipeline(wds.SimpleShardList(compress(urls)), batch=4).with_epoch(3))
-    assert "batch of its own" not in counted.capabilities.exact_order.reason
-
-
-def test_a_list_without_shards_is_an_error() -> None:
-    for empty in (own.RepeatedShards([]), own.DrawnShards([], weights=[])):
-        with pytest.raises(SourceError, match="the pipeline has no shards: check its urls"):
-            midepoch.wrap(pipeline(empty))
 
 
 def test_an_older_webdataset_is_refused_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:

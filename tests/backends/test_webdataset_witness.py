@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ pytest.importorskip("webdataset", reason="webdataset is not installed")
 import midepoch
 from midepoch import StateCorruptError, StateMismatchError
 from midepoch.state.parts import seal_detail
-from midepoch.state.witness import LONGEST
 from support.object_server import nginx
 from support.witness_sources import in_new_process, labels_of, make_webdataset, outcome, write_shards
 
@@ -140,17 +138,6 @@ def test_of_a_remote_shard_one_sample_s_range_is_asked_for(folder: Path, tmp_pat
     assert all(status == 206 and size < 8192 for status, size in [*sent["off"], *sent["sample"]]), sent
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_witness_is_the_same_on_every_rank_and_small(workers: int, folder: Path) -> None:
-    found = []
-    for rank in range(2):
-        arguments = {"workers": workers, "world": (rank, 2), "options": {"fingerprint": "x" * 64}}
-        state, _ = saved(2, urls(folder / "first"), **arguments)
-        found.append(state["witness"])
-        assert len(state["witness"]) <= LONGEST and len(json.dumps(state)) <= 512
-    assert found[0] and found[0] == found[1]
-
-
 def test_a_first_sample_that_cannot_be_read_has_no_witness(folder: Path, tmp_path: Path) -> None:
     """Its shard goes when it has been indexed. The samples of other shards are read all the same."""
     where = urls(shutil.copytree(folder / "first", tmp_path / "first"))
@@ -234,21 +221,6 @@ def test_a_streams_shard_that_changed_is_told_before_its_batch(folder: Path, tmp
     assert sorted(after) == [0, 2, 4, 6]
 
 
-def test_compressed_files_are_known_by_their_fingerprint(folder: Path, tmp_path: Path) -> None:
-    import gzip
-
-    for name in ("first", "changed"):
-        (tmp_path / name).mkdir()
-        for path in urls(folder / name):
-            data = gzip.compress(Path(path).read_bytes(), mtime=0)
-            (tmp_path / name / f"{Path(path).name}.gz").write_bytes(data)
-    first, changed = ([f"{url}.gz" for url in urls(tmp_path / name)] for name in ("first", "changed"))
-    for batches in STREAMED.values():
-        state, _ = saved(batches, first)
-        with make_webdataset(changed) as loader, pytest.raises(StateMismatchError, match="shards differs"):
-            loader.load_state_dict(state)
-
-
 def test_a_state_without_marks_is_refused(folder: Path) -> None:
     """A mark that somebody took out would let changed shards pass."""
     state, _ = saved(4, urls(folder / "first", "pipe:cat "))
@@ -261,20 +233,3 @@ def test_a_state_without_marks_is_refused(folder: Path) -> None:
         loader.load_state_dict(midepoch.reseal({**state, "detail": detail}))
 
 
-def test_marks_go_with_their_streams_to_another_world(folder: Path) -> None:
-    states = []
-    for rank in range(2):
-        with make_webdataset(urls(folder / "first", "pipe:cat "), world=(rank, 2)) as loader:
-            iterator: Iterator[Any] = iter(loader)
-            next(iterator)
-            next(iterator)
-            states.append(loader.state_dict())
-    joined = midepoch.state.parts.join_states(states)
-    for where, error in (("copied", False), ("changed", True)):
-        with make_webdataset(urls(folder / where, "pipe:cat ")) as loader:
-            loader.load_state_dict(joined)
-            if not error:
-                assert len(list(loader)) > 4
-                continue
-            with pytest.raises(StateMismatchError, match="has another content"):
-                next(iter(loader))

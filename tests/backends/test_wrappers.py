@@ -99,24 +99,6 @@ def test_with_workers_it_gives_the_same(name: str, persistent: bool) -> None:
         assert sources.taken(working) == batches[1]
 
 
-def test_a_resume_reads_nothing_that_was_consumed() -> None:
-    read: list[int] = []
-
-    class Reading(sources.Noisy):
-        def __getitem__(self, index: int) -> Any:
-            read.append(index)
-            return super().__getitem__(index)
-
-    def make() -> midepoch.Loader:
-        source = wild.OneAhead(DataLoader(Reading(SIZE), BATCH, shuffle=True))
-        return midepoch.wrap(source, seed=3, verify="off", inside="loader")
-
-    state = sources.heads(make, 5)[1]
-    read.clear()
-    sources.resumed(make, state)
-    assert len(read) == SIZE - 5 * BATCH
-
-
 NOT_ONE_FOR_ONE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "gives one more": (wild.OneMore, "gives a batch behind those of the loader inside"),
     "two in one": (wild.Pairs, "has handed out 2 batches, and asked for 4 inside"),

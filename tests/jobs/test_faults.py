@@ -10,7 +10,6 @@ import multiprocessing.resource_sharer
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -352,37 +351,6 @@ def test_a_killed_worker_loses_no_batch_and_repeats_none(persistent: bool) -> No
         assert got == whole, f"kill {kill} at batch {at}"
         loader.close()
     assert errors, "some kill must have been met before all batches were there"
-
-
-class Deadly(Slow):
-    """One sample kills its worker, as long as a file is there, and after the main process has come to wait for it."""
-
-    def __init__(self, marker: Path) -> None:
-        super().__init__()
-        self.marker, self.is_next = marker, multiprocessing.Event()
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 50 and self.marker.exists():
-            self.is_next.wait(300)
-            time.sleep(0.5)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
-
-
-def test_a_worker_that_dies_while_it_is_waited_for(tmp_path: Path) -> None:
-    marker = tmp_path / "deadly"
-    marker.touch()
-    loader = midepoch.wrap(DataLoader(data := Deadly(marker), 4, num_workers=2), seed=1)
-    batches, got = iter(loader), []
-    with pytest.raises(SourceError, match=r"DataLoader worker.*use fewer workers, smaller batches") as error:
-        for batch in batches:
-            got.append(batch.tolist())
-            if len(got) == 12:
-                data.is_next.set()
-    assert isinstance(error.value, RuntimeError), "as torch's own is, which loops may expect"
-    assert loader.state_dict()["position"] == 4 * len(got) == 48
-    marker.unlink()
-    assert got + lists(batches) == lists(midepoch.wrap(DataLoader(Slow(), 4), seed=1))
 
 
 # --- clocks ---

@@ -314,16 +314,6 @@ def read_to_its_middle(loader: Any) -> Any:
     return iterator, next(iterator)
 
 
-def read_to_a_break(loader: Any) -> Any:
-    for _ in loader:
-        break
-    return next(iter(loader))
-
-
-def peek(loader: Any) -> Any:
-    return loader.peek(), loader.state_dict(), loader.sampler
-
-
 def map_style(persistent: bool) -> Any:
     data = sources.Indices(40)
     return DataLoader(data, batch_size=4, num_workers=2, persistent_workers=persistent, shuffle=True)
@@ -345,13 +335,8 @@ def stateful(persistent: bool) -> Any:
     [
         (map_style, True, read_whole),
         (map_style, True, read_to_its_middle),
-        pytest.param(map_style, True, read_to_a_break, marks=pytest.mark.long),
-        pytest.param(map_style, True, peek, marks=pytest.mark.long),
-        pytest.param(map_style, False, read_to_its_middle, marks=pytest.mark.long),
-        pytest.param(iterable, True, read_whole, marks=pytest.mark.long),
         (iterable, True, read_to_its_middle),
         (stateful, True, read_to_its_middle),
-        pytest.param(stateful, False, read_to_its_middle, marks=pytest.mark.long),
     ],
 )
 def test_a_loader_that_is_dropped_ends_its_workers_at_once(

@@ -77,16 +77,6 @@ def usual_with_workers(make: Make, log: Log, epochs: int) -> None:
     usual(make, log, epochs, workers=2)
 
 
-def zipped(make: Make, log: Log, epochs: int) -> None:
-    first, second = loader(18), loader(18, 4, 2)
-    snapshot = make(log=log, first=first, second=second)
-    for epoch in snapshot.epochs(epochs):
-        for pair in zip(first, second, strict=False):
-            log(epoch, pair)
-            snapshot.step()
-        log("schedule", epoch)
-
-
 def several_passes(make: Make, log: Log, epochs: int) -> None:
     train, validation = loader(10), loader(6, 3, 2)
     snapshot = make(log=log, train=train, validation=validation)
