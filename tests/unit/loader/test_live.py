@@ -9,7 +9,6 @@ import os
 import random
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,11 @@ import psutil
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
-from midepoch import MidepochError, MidepochWarning, UnsupportedSourceError, World
+from midepoch import MidepochError, UnsupportedSourceError, World
 from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
 from midepoch.testing import digest
@@ -31,25 +30,13 @@ from support import sources
 SIZE = 61
 
 
-class Exposing(IterableDataset[Any]):
-    def __init__(self) -> None:
-        self.sampler = RandomSampler(range(SIZE))
-
-    def __iter__(self) -> Exposing:
-        self.indices = iter(self.sampler)
-        return self
-
-    def __next__(self) -> Any:
-        return next(self.indices), random.random()
-
-
 def by_index(world: World, **settings: Any) -> Loader:
-    source = DataLoader(sources.Noisy(SIZE), batch_size=3, shuffle=True, **settings)
+    return midepoch.wrap(sources.noisy_loader(SIZE, batch_size=3, **settings), seed=3, world=world, tail="uneven")
+
+
+def driven(world: World | None, **settings: Any) -> Loader:
+    source = DataLoader(sources.Exposing(SIZE), batch_size=3, **settings)
     return midepoch.wrap(source, seed=3, world=world, tail="uneven")
-
-
-def driven(world: World, **settings: Any) -> Loader:
-    return midepoch.wrap(DataLoader(Exposing(), batch_size=3, **settings), seed=3, world=world, tail="uneven")
 
 
 def batches(world: World) -> Loader:
@@ -57,20 +44,12 @@ def batches(world: World) -> Loader:
 
 
 def replayed(world: World) -> Loader:
-    return midepoch.wrap(_stream, seed=3, world=world, shard=True, tail="uneven")
-
-
-def _stream() -> Iterator[Any]:
-    for number in range(23):
-        yield [number, random.random()]
+    numbers = functools.partial(sources.numbers, 23)
+    return midepoch.wrap(numbers, seed=3, world=world, shard=True, tail="uneven")
 
 
 def samples(batch: Any) -> list[str]:
-    if isinstance(batch, torch.Tensor):
-        return [str(row) for row in batch.tolist()]
-    if isinstance(batch[0], torch.Tensor):
-        return [str(each) for each in zip(*sources.plain(batch), strict=True)]
-    return [str(batch)]
+    return [str(row) for row in batch.tolist()] if isinstance(batch, torch.Tensor) else [str(batch)]
 
 
 def begun(loader: Loader, count: int = 1, commits: bool = False) -> Iterator[Any]:
@@ -171,7 +150,7 @@ MAKERS: dict[str, tuple[Callable[..., Loader], dict[str, Any]]] = {
     # Workers that persist are those that a reshard leaves alive.
     [pytest.param(each, marks=pytest.mark.long if each == "by index, workers" else ()) for each in MAKERS],
 )
-def test_any_sequence_of_worlds_trains_each_sample_once_with_its_random_numbers(kind: str) -> None:
+def test_any_sequence_of_worlds_trains_each_sample_once(kind: str) -> None:
     make, settings = MAKERS[kind]
     whole = make(World())
     expected = [sorted(each for batch in whole for each in samples(batch)) for _ in range(2)]
@@ -185,7 +164,7 @@ def test_any_sequence_of_worlds_trains_each_sample_once_with_its_random_numbers(
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_persistent_worker_processes_outlive_a_change_of_the_world(persistent: bool) -> None:
+def test_persistent_workers_outlive_a_change_of_the_world(persistent: bool) -> None:
     before = {child.pid for child in psutil.Process().children()}
     loader = by_index(World(0, 2), num_workers=2, persistent_workers=persistent)
     each = begun(loader)
@@ -202,14 +181,12 @@ def test_persistent_worker_processes_outlive_a_change_of_the_world(persistent: b
     assert not {child.pid for child in psutil.Process().children()} - before
 
 
-class Noting(Dataset[int]):
+class Noting(sources.Indices):
     """Writes down what is read, in this process or in others. Nothing is while somebody has the lock."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__(400)
         self.path, self.lock = path, multiprocessing.Lock()
-
-    def __len__(self) -> int:
-        return 400
 
     def __getitem__(self, index: int) -> int:
         time.sleep(0.01)
@@ -219,7 +196,7 @@ class Noting(Dataset[int]):
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_the_first_batch_behind_a_reshard_waits_for_one_batch_at_most(workers: int, tmp_path: Path) -> None:
+def test_a_reshard_waits_for_one_batch_at_most(workers: int, tmp_path: Path) -> None:
     """In the worker process that reads it, for the rest of the batch that it was reading."""
     options: dict[str, Any] = {"num_workers": workers, "prefetch_factor": 20} if workers else {}
     source: Any = DataLoader(data := Noting(tmp_path / "read"), batch_size=5, **options)
@@ -237,16 +214,23 @@ def test_the_first_batch_behind_a_reshard_waits_for_one_batch_at_most(workers: i
     loader.close()
 
 
-def test_a_pass_that_the_new_world_has_no_batch_for_has_ended() -> None:
-    loader = midepoch.wrap(DataLoader(range(10), batch_size=2), world=World(), tail="drop")  # type: ignore[arg-type]
-    each = begun(loader, 4)
+@pytest.mark.parametrize("beside", ["nothing", "a rollback before", "a rollback behind"])
+def test_a_pass_that_the_new_world_has_no_batch_for_has_ended(beside: str) -> None:
+    loader = midepoch.wrap(DataLoader(sources.Indices(10), batch_size=2), world=World(), tail="drop")
+    each = begun(loader, 4, commits=beside != "nothing")
+    if beside != "nothing":
+        next(each)
+    if beside == "a rollback before":
+        loader.rollback()
     loader.reshard(World(1, 3))
+    if beside != "nothing":
+        loader.rollback()
     assert list(each) == []
     assert (loader.epoch, loader.position) == (1, 0)
     assert [batch.tolist() for batch in loader] == [[2, 3], [7]]
 
 
-def test_a_pass_of_unknown_length_ends_where_a_reshard_finds_nothing_left() -> None:
+def test_a_pass_of_unknown_length_ends_where_nothing_is_left() -> None:
     def numbers() -> Iterator[int]:
         yield from range(4)
 
@@ -259,32 +243,30 @@ def test_a_pass_of_unknown_length_ends_where_a_reshard_finds_nothing_left() -> N
 
 
 @pytest.mark.parametrize("resharded", [False, True])
-def test_a_rank_that_joins_where_nothing_is_left_ends_the_epoch_where_the_others_do(resharded: bool) -> None:
-    """Of 21 samples, 16 are done and drop_last leaves out the rest in a world of two."""
+def test_a_rank_that_joins_where_nothing_is_left_ends_the_epoch(resharded: bool) -> None:
+    """Where the others do: of 21 samples, 16 are done and drop_last leaves out the rest in a world of two."""
 
     def make(world: World) -> Loader:
-        source: Any = DataLoader(range(21), batch_size=4, drop_last=True)  # type: ignore[arg-type]
+        source = DataLoader(sources.Indices(21), batch_size=4, drop_last=True)
         return midepoch.wrap(source, seed=0, world=world, tail="uneven")
+
+    def places() -> list[Any]:
+        return [(loader.state_dict()["epoch"], loader.state_dict()["position"]) for loader in (stays, joins)]
 
     stays, joins = make(World()), make(World() if resharded else World(1, 2))
     bodies = [stays.epochs(2), joins.epochs(2)]
     next(bodies[0])
-    each = iter(stays)
-    for _ in range(4):
-        next(each)
-        stays.commit()
+    each = begun(stays, 4, commits=True)
     joins.load_state_dict(stays.state_dict())
     if resharded:
         joins.reshard(World(1, 2))
     stays.reshard(World(0, 2))
     next(bodies[1])
     assert (next(each, None), next(iter(joins), None)) == (None, None)
-    states = [loader.state_dict() for loader in (stays, joins)]
     assert (joins.epoch, joins.position) == (stays.epoch, stays.position) == (0, 21)
     stays.commit()
     joins.commit()
-    states = [loader.state_dict() for loader in (stays, joins)]
-    assert [(state["epoch"], state["position"]) for state in states] == [(0, 21)] * 2
+    assert places() == [(0, 21)] * 2
     assert [next(body) for body in bodies] == [1, 1]
     assert [next(iter(loader)).tolist() for loader in (stays, joins)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -303,8 +285,10 @@ def test_a_replay_is_shared_anew() -> None:
     assert sorted(got) == sorted(whole)
 
 
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_states_of_ranks_without_a_part_of_a_replay_s_last_batches_lead_where_the_others_do(ranks: int) -> None:
+def test_states_of_ranks_without_a_part_of_the_last_batches(ranks: int) -> None:
+    """They lead where those of the others do."""
     loaders = [replayed(World(rank, ranks)) for rank in range(ranks)]
     passes = [iter(loader) for loader in loaders]
     for each in passes:
@@ -317,14 +301,11 @@ def test_states_of_ranks_without_a_part_of_a_replay_s_last_batches_lead_where_th
     for state in states:
         resumed = replayed(World(0, ranks))
         resumed.load_state_dict(state)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MidepochWarning)
-            # One that finds nothing left ends: with tail="uneven" others may have more.
-            following.append([samples(batch) for batch in resumed] or [samples(batch) for batch in resumed])
+        # One that finds nothing left ends: with tail="uneven" others may have more.
+        following.append(sources.taken(resumed) or sources.taken(resumed))
     assert following[0]
     assert all(each == following[0] for each in following)
-    for each in passes:
-        assert next(each, None) is None
+    assert [next(each, None) for each in passes] == [None] * ranks
     assert len({str(loader.state_dict()) for loader in loaders}) == 1
 
 
@@ -355,7 +336,7 @@ def test_states_say_what_is_committed() -> None:
     assert sources.plain(next(iter(resumed))) == second
 
 
-def test_after_a_load_or_a_seek_states_go_on_saying_what_is_committed() -> None:
+def test_after_a_load_or_a_seek_states_say_what_is_committed() -> None:
     """A rank that was healed is asked for its state, to heal others or to save it, while it trains on a batch."""
     loader = by_index(World())
     each = begun(loader)
@@ -380,7 +361,7 @@ def test_after_a_load_or_a_seek_states_go_on_saying_what_is_committed() -> None:
     assert (state["epoch"], state["position"], loader.position) == (1, 0, 3)
 
 
-def test_before_its_first_commit_a_rank_that_joins_says_what_was_handed_out() -> None:
+def test_before_its_first_commit_a_rank_says_what_was_handed_out() -> None:
     """As any loader that is resumed does; so it keeps what it has loaded, to send that."""
     first, joins = by_index(World(0, 2)), by_index(World(1, 2))
     next(iter(first))
@@ -395,7 +376,7 @@ def test_before_its_first_commit_a_rank_that_joins_says_what_was_handed_out() ->
 
 @pytest.mark.parametrize("leads", ["rollback", "load", "seek"])
 def test_a_pass_goes_on_after_a_look_beyond_its_end(leads: str) -> None:
-    whole = [sources.plain(batch) for batch in by_index(World())]
+    whole = sources.taken(by_index(World()))
     loader = by_index(World())
     each = begun(loader, 20, commits=True)
     saved = loader.state_dict()
@@ -416,7 +397,7 @@ def test_a_pass_goes_on_after_a_look_beyond_its_end(leads: str) -> None:
     assert sources.plain(next(iter(loader))) == following
 
 
-def test_a_rollback_leads_to_the_latest_commit_and_never_past_it() -> None:
+def test_a_rollback_never_leads_past_the_latest_commit() -> None:
     """One place is kept, however often it is asked for."""
     loader = by_index(World())
     each = begun(loader, 2, commits=True)
@@ -432,44 +413,29 @@ def test_a_rollback_leads_to_the_latest_commit_and_never_past_it() -> None:
     assert (loader.state_dict(), loader.position) == (committed, 6)
 
 
-class Mute(IterableDataset[int]):
-    """Cannot say its state from the fourth sample on."""
+class Mute(sources.Counter):
+    """Cannot say its state from the fourth batch on."""
 
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Mute:
-        return self
-
-    def __next__(self) -> int:
-        if self.at == 12:
-            raise StopIteration
-        self.at += 1
-        return self.at - 1
-
-    def state_dict(self) -> dict[str, int]:
-        if self.at > 3:
+    def state_dict(self) -> dict[str, Any]:
+        if self.given > 3:
             raise ValueError("a state was lost")
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
+        return super().state_dict()
 
 
-def test_a_source_that_cannot_say_where_it_stands_is_not_committed_and_goes_back() -> None:
-    loader = midepoch.wrap(StatefulDataLoader(Mute(), batch_size=2), seed=1, world=World())
-    each = begun(loader)
+def test_a_source_that_cannot_say_its_state_is_not_committed() -> None:
+    loader = midepoch.wrap(Mute(6), seed=1, world=World())
+    each = begun(loader, 2)
     loader.commit()
     committed = loader.state_dict()
-    assert [next(each).tolist() for _ in range(2)] == [[2, 3], [4, 5]]
+    assert [next(each) for _ in range(2)] == [2, 3]
     with pytest.raises(ValueError, match="a state was lost"):
         loader.commit()
-    assert (loader.state_dict(), loader.position) == (committed, 3)
+    assert (loader.state_dict(), loader.position) == (committed, 4)
     loader.rollback()
-    assert [batch.tolist() for batch in each] == [[2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    assert list(each) == [2, 3, 4, 5]
 
 
-def test_what_cannot_be_is_refused_with_the_loader_as_it_was() -> None:
+def test_what_is_refused_leaves_the_loader_as_it_was() -> None:
     loader = by_index(World(0, 2))
     _each = begun(loader)
     before = loader.state_dict()
@@ -501,14 +467,12 @@ def built_for_its_rank() -> Loader:
 
 
 def of_an_uneven_part() -> Loader:
-    part: Any = DataLoader(range(20), batch_size=2, shuffle=True)  # type: ignore[arg-type]
-    return midepoch.combine({"a": midepoch.wrap(part, seed=0, world=World(), tail="uneven")})
+    return midepoch.combine({"a": midepoch.wrap(sources.noisy_loader(20), seed=0, world=World(), tail="uneven")})
 
 
 def of_a_part_that_divides() -> Loader:
-    indexed: Any = DataLoader(range(40), batch_size=2, shuffle=True)  # type: ignore[arg-type]
-    theirs: Any = DataLoader(range(40), batch_size=2, sampler=DistributedSampler(range(40), 2, 0))  # type: ignore[arg-type]
-    parts = {"a": indexed, "b": theirs}
+    theirs = sources.noisy_loader(40, shuffle=False, sampler=DistributedSampler(range(40), 2, 0))  # type: ignore[arg-type]
+    parts = {"a": sources.noisy_loader(40), "b": theirs}
     return midepoch.combine({name: midepoch.wrap(part, seed=0, world=World(0, 2)) for name, part in parts.items()})
 
 
@@ -520,7 +484,7 @@ def of_a_part_that_divides() -> Loader:
         (of_a_part_that_divides, World(0, 1), "sampler is for rank 0 of 2"),
     ],
 )
-def test_a_world_that_cannot_be_is_refused_before_anything_changes(
+def test_a_world_that_cannot_be_changes_nothing(
     make: Callable[[], Loader], world: World, words: str
 ) -> None:
     loader = make()
@@ -531,38 +495,36 @@ def test_a_world_that_cannot_be_is_refused_before_anything_changes(
     assert digest([first, *each]) == digest(list(make()))
 
 
-class Told(Dataset[Any]):
+class Told(sources.Indices):
     """Is told the epoch, as datasets are whose samples change with it."""
 
     epoch = 0
-
-    def __len__(self) -> int:
-        return 10
 
     def __getitem__(self, index: int) -> Any:
         return index, self.epoch
 
 
-@pytest.mark.parametrize("falls", ["after the last batch", "where nothing is left", "before a break"])
-def test_after_a_reshard_the_next_epoch_is_read_from_the_dataset_as_it_is_then(falls: str) -> None:
+def of_a_dataset_that_is_told(**options: Any) -> tuple[Told, Loader]:
+    data = Told(10)
+    return data, midepoch.wrap(DataLoader(data, 2, num_workers=1), world=World(), verify="off", **options)
+
+
+@pytest.mark.parametrize("taken", [5, 4, 2], ids=["after the last batch", "where nothing is left", "before a break"])
+def test_after_a_reshard_an_epoch_reads_the_dataset_as_it_is(taken: int) -> None:
     """Worker processes have a copy of it, with the last epoch."""
-    data = Told()
-    loader = midepoch.wrap(DataLoader(data, batch_size=2, num_workers=1), world=World(), tail="drop", verify="off")
-    each = iter(loader)
-    for _ in range({"after the last batch": 5, "where nothing is left": 4, "before a break": 2}[falls]):
-        next(each)
+    data, loader = of_a_dataset_that_is_told(tail="drop")
+    each = begun(loader, taken)
     loader.reshard(World(0, 3))
-    assert falls == "before a break" or next(each, None) is None
+    assert taken == 2 or next(each, None) is None
     data.epoch = 1
     assert [batch[1].tolist() for batch in loader] == [[1, 1], [1]]
     loader.close()
 
 
-@pytest.mark.parametrize("before", ["reshard", "rollback"])
-@pytest.mark.parametrize("leads", ["load", "seek"])
-def test_behind_a_load_the_dataset_is_read_as_it_is_then_whatever_came_before(before: str, leads: str) -> None:
-    data = Told()
-    loader = midepoch.wrap(DataLoader(data, batch_size=2, num_workers=1), world=World(), verify="off")
+@pytest.mark.parametrize(("before", "leads"), [("reshard", "load"), ("rollback", "seek")])
+def test_behind_a_load_the_dataset_is_read_as_it_is(before: str, leads: str) -> None:
+    """Whatever came before."""
+    data, loader = of_a_dataset_that_is_told()
     each = begun(loader)
     state = loader.state_dict()
     if before == "reshard":
@@ -579,22 +541,15 @@ def test_behind_a_load_the_dataset_is_read_as_it_is_then_whatever_came_before(be
     loader.close()
 
 
-class Divided(IterableDataset[int]):
-    """Divides its data among worker processes by itself."""
-
-    def __iter__(self) -> Iterator[int]:
-        worker = torch.utils.data.get_worker_info()
-        assert worker is not None
-        return iter(range(worker.id, 16, worker.num_workers))
-
-
-class DividedWithState(Divided):
-    """The same with a state of its own, in which a worker process stands when it is read."""
+class DividedWithState(IterableDataset[int]):
+    """Divides its data among worker processes by itself, and has a state in which each of them stands."""
 
     at = 0
 
     def __iter__(self) -> Iterator[int]:
-        for number in list(super().__iter__())[self.at :]:
+        worker = torch.utils.data.get_worker_info()
+        assert worker is not None
+        for number in range(worker.id + worker.num_workers * self.at, 16, worker.num_workers):
             self.at += 1
             yield number
         self.at = 0
@@ -606,15 +561,14 @@ class DividedWithState(Divided):
         self.at = state["at"]
 
 
-@pytest.mark.filterwarnings("ignore:Divided is read again")
-@pytest.mark.parametrize("kind", [Divided, DividedWithState])
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+@pytest.mark.parametrize("kind", ["without a state", "with a state"])
 @pytest.mark.parametrize("committed", [0, 3])
-def test_worker_processes_with_streams_of_their_own_begin_after_a_rollback_as_before(
-    kind: type[Divided], committed: int
-) -> None:
-    source: Any = DataLoader(kind(), batch_size=2, num_workers=2)
-    loader = midepoch.wrap(source, world=World(), shard=False, verify="off")
-    whole = [batch.tolist() for batch in loader]
+def test_a_rollback_begins_workers_streams_again(kind: str, committed: int) -> None:
+    stream: Any = DividedWithState() if kind == "with a state" else sources.Stream(16, by_worker=True)
+    source = DataLoader(stream, batch_size=2, num_workers=2)
+    loader = midepoch.wrap(source, world=World(), shard=False, verify="off", seed=1)
+    whole = sources.taken(loader)
     loader.seek(epoch=0)
     each = begun(loader, committed, commits=True)
     next(each)
@@ -638,48 +592,25 @@ def test_after_a_rollback_of_nothing_the_next_pass_goes_on_too() -> None:
     assert sources.plain(next(iter(loader))) not in whole
 
 
-@pytest.mark.parametrize("first", ["rollback", "reshard"])
-def test_a_pass_ends_where_nothing_is_left_whichever_of_rollback_and_reshard_comes_first(first: str) -> None:
-    loader = midepoch.wrap(DataLoader(range(10), batch_size=2), world=World(), tail="drop")  # type: ignore[arg-type]
-    each = begun(loader, 4, commits=True)
-    next(each)
-    if first == "rollback":
-        loader.rollback()
-    loader.reshard(World(1, 3))
-    loader.rollback()
-    assert list(each) == []
-    assert (loader.epoch, loader.position) == (1, 0)
-
-
-class Bad(Dataset[int]):
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            raise ValueError("damaged")
-        return index
-
-
-def test_a_batch_that_one_rank_passes_over_is_not_passed_over_in_another_world() -> None:
+def test_a_bad_batch_is_not_passed_over_in_another_world(tmp_path: Path) -> None:
     """A rank that joins stands at the state of before it, and cannot know."""
-    loader = midepoch.wrap(DataLoader(Bad(), batch_size=2), world=World(), tail="uneven")
-    each = iter(loader)
-    assert [next(each).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    data = sources.Failing(24, [5], tmp_path)
+    loader = midepoch.wrap(DataLoader(data, batch_size=2), world=World(), tail="uneven")
+    each = begun(loader, 2)
     loader.commit()
     state = loader.state_dict()
     for _ in range(2):
-        with pytest.raises(ValueError, match="damaged"):
+        with pytest.raises(RuntimeError, match="cannot be read"):
             next(each)
         with pytest.raises(MidepochError, match=r"reshard\(\) after a batch that could not be read, at position 4"):
             loader.reshard(World(1, 2))
         loader.rollback()  # it is tried again
     assert (loader.state_dict(), loader.position) == (state, 4)
     loader.reshard(World(1, 2))
-    assert next(each).tolist() == [6, 7]
+    assert next(each)[:, 0].tolist() == [6, 7]
 
 
-def test_a_loader_that_was_never_loaded_may_be_resharded_before_its_first_batch() -> None:
+def test_a_loader_may_be_resharded_before_its_first_batch() -> None:
     loader = by_index(World())
     loader.reshard(World(1, 2))
     assert sources.plain(next(iter(loader))) == sources.plain(next(iter(by_index(World(1, 2)))))
@@ -716,7 +647,7 @@ def _in_meshes(rank: int) -> list[tuple[Any, bool, list[str]]]:
     return trained
 
 
-def test_tensor_parallel_peers_get_equal_batches_through_every_reshard() -> None:
+def test_tensor_parallel_peers_get_equal_batches() -> None:
     ranks = sources.in_gloo_world(_in_meshes, 4)
     assert all(same for trained in ranks for _, same, _ in trained)
     assert [shape for shape, _, _ in ranks[0]][:6] == [(2, 2)] * 2 + [(4, 1)] * 2 + [(1, 4)] * 2
@@ -764,19 +695,16 @@ def test_a_loop_that_begins_again_gets_no_batch_before_a_state(workers: int) -> 
     loader.close()
 
 
-def test_a_loop_that_begins_again_in_another_world_gets_its_part_of_the_rest() -> None:
-    passes = [iter(driven(World(rank, 2))) for rank in range(2)]
-    first = [each for batch in (next(each) for each in passes) for each in samples(batch)]
-    os.environ.update(RANK="1", WORLD_SIZE="3")
-    try:
-        loader = midepoch.wrap(DataLoader(Exposing(), batch_size=3), seed=3, tail="uneven")
-        next(iter(loader))
-        saved = midepoch.wrap(DataLoader(Exposing(), batch_size=3), seed=3, tail="uneven")
-        saved.seek(position=6)
-        os.environ.update(RANK="0", WORLD_SIZE="1")
-        Part("", loader).begin_again(NotLoadedError, "load the state")
-        loader.load_state_dict(saved.state_dict())
-        rest = [each for batch in loader for each in samples(batch)]
-    finally:
-        del os.environ["RANK"], os.environ["WORLD_SIZE"]
+def test_a_loop_that_begins_again_in_another_world_gets_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = [each for rank in range(2) for each in samples(next(iter(driven(World(rank, 2)))))]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    loader, saved = driven(None), driven(None)
+    next(iter(loader))
+    saved.seek(position=6)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    Part("", loader).begin_again(NotLoadedError, "load the state")
+    loader.load_state_dict(saved.state_dict())
+    rest = [each for batch in loader for each in samples(batch)]
     assert sorted(first + rest) == sorted(each for batch in driven(World()) for each in samples(batch))
