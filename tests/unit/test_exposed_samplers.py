@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-import warnings
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +21,9 @@ from torch.utils.data import (
 
 import midepoch
 from midepoch import MidepochWarning, SourceError, StateMismatchError, World
+from support import sources
 
+pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 SIZE = 22
 LONG = {5: 3, 6: 2, 15: 2}  # documents of several chunks; the others have one
 
@@ -100,26 +100,16 @@ def make(kind: type[Documents], drop_last: bool = False, batch_size: int | None 
     return midepoch.wrap(DataLoader(kind(), batch_size, drop_last=drop_last), seed=3, **keywords)
 
 
-def plain(batch: Any) -> Any:
-    return [each.tolist() if isinstance(each, torch.Tensor) else each for each in batch]
-
-
 def read(loader: Any, epochs: int = 2) -> list[list[Any]]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MidepochWarning)
-        return [[plain(batch) for batch in loader] for _ in range(epochs)]
+    return [sources.taken(loader) for _ in range(epochs)]
 
 
-def samples(batches: list[Any]) -> Counter[int]:
-    return Counter(int(each) for batch in batches for each in (batch[0] if isinstance(batch[0], list) else [batch[0]]))
-
-
-@pytest.mark.parametrize("batch_size", [None, 1, 4, 5, SIZE, 100])
-@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("drop_last", "batch_size"),
+    [(False, None), (False, 4), (False, 5), (False, 100), (True, 1), (True, 5), (True, SIZE)],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_gives_what_the_plain_loader_gives(kind: type[Documents], drop_last: bool, batch_size: int | None) -> None:
-    if batch_size is None and drop_last:
-        batch_size = 2
     for got in read(make(kind, drop_last, batch_size), 3):
         given = [int(i) for batch in got for i in (batch[0] if batch_size else [batch[0]])]
         if not given and kind is Stopped and drop_last:
@@ -143,20 +133,13 @@ def plainly(kind: type[Documents], given: list[int]) -> list[int]:
     return [item for item, _ in dataset]
 
 
-@pytest.mark.parametrize("batch_size", [None, 4])
-@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("drop_last", "batch_size"), [(False, None), (False, 4), (True, 3), (True, 4)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_cut_continues_exactly(kind: type[Documents], drop_last: bool, batch_size: int | None) -> None:
-    if batch_size is None and drop_last:
-        batch_size = 3
     epochs = read(make(kind, drop_last, batch_size), 4)
     whole, ends = list(itertools.chain.from_iterable(epochs)), set(itertools.accumulate(map(len, epochs)))
-    loader, states = make(kind, drop_last, batch_size), []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MidepochWarning)
-        for _ in range(2):
-            for _batch in loader:
-                states.append(loader.state_dict())
+    loader = make(kind, drop_last, batch_size)
+    states = [loader.state_dict() for _ in itertools.chain(loader, loader)]
     for taken, state in enumerate(states, 1):
         if kind is Flushed and "draws=" in state["detail"]:
             continue  # what it keeps is known at the end of its first pass: docs/guarantees.md
@@ -172,10 +155,7 @@ def test_every_cut_continues_exactly(kind: type[Documents], drop_last: bool, bat
 def test_a_deviation_is_told_once_and_its_states_are_replayed() -> None:
     loader = make(Documents)
     with pytest.warns(MidepochWarning, match="Documents drew .*a resume reads the epoch again from its start") as told:
-        for _ in loader:
-            pass
-        for _ in loader:
-            pass
+        read(loader, 2)
     assert len([each for each in told if each.category is MidepochWarning]) == 1
     assert not loader.capabilities.constant_time_resume
     assert not loader.capabilities.elastic_world
@@ -183,26 +163,19 @@ def test_a_deviation_is_told_once_and_its_states_are_replayed() -> None:
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_where_indices_are_divided_it_is_an_error_that_names_shard(kind: type[Documents], workers: int) -> None:
-    """Kinds whose first samples, and whose last one, do not deviate."""
+def test_where_indices_are_divided_the_error_names_shard(kind: type[Documents], workers: int) -> None:
+    """Kinds whose first samples, and whose last one, do not deviate. The trial finds some before the first batch."""
     loader = DataLoader(kind({5: 3} if kind is Own else {}), 4, num_workers=workers)
     world = World() if workers else World(0, 2)
-    seeds = []
+    found = 0
     for seed in range(12):
-        wrapped = midepoch.wrap(loader, seed=seed, world=world)
-        try:
-            for _ in wrapped:
-                pass
-        except SourceError as error:
-            assert "shard=True" in str(error)
-            assert "shard=False" in str(error)
-            seeds.append(seed)
-        except midepoch.UnsupportedSourceError as error:  # the trial has found it before the first batch
-            assert "shard=True" in str(error)
-            seeds.append(seed)
-        finally:
-            wrapped.close()
-        if len(seeds) > 1:
+        with midepoch.wrap(loader, seed=seed, world=world) as wrapped:
+            try:
+                list(wrapped)
+            except (SourceError, midepoch.UnsupportedSourceError) as error:
+                assert "shard=True" in str(error) and "shard=False" in str(error)
+                found += 1
+        if found == 2:
             return
     raise AssertionError("no seed deviates")
 
@@ -236,12 +209,10 @@ class Listed(IterableDataset[Any]):
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_list_is_made_once_and_sent_to_workers(method: str) -> None:
     keywords: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": method}
-    loader = midepoch.wrap(DataLoader(Listed(), 3, **keywords), seed=0)
-    alone = midepoch.wrap(DataLoader(Listed(), 3), seed=0)
-    for _ in range(2):
-        batches = [batch.tolist() for batch in loader]
-        assert sorted(itertools.chain.from_iterable(batches)) == list(range(SIZE))
-        assert batches == [batch.tolist() for batch in alone]
+    loader, alone = (midepoch.wrap(DataLoader(Listed(), 3, **each), seed=0) for each in (keywords, {}))
+    for batches in read(loader):
+        assert sorted(sources.flat(batches)) == list(range(SIZE))
+        assert batches == sources.taken(alone)
 
 
 class Given(Sampler[int]):
@@ -255,26 +226,22 @@ class Given(Sampler[int]):
         return iter(self.order)
 
 
+def given(order: list[int], workers: int = 0) -> Any:
+    return midepoch.wrap(DataLoader(Listed(Given(order)), 3, num_workers=workers), seed=0)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_another_list_is_refused(workers: int) -> None:
-    def of(order: list[int]) -> Any:
-        return midepoch.wrap(DataLoader(Listed(Given(order)), 3, num_workers=workers), seed=0)
-
-    loader = of(list(range(SIZE)))
-    batches = iter(loader)
-    next(batches)
-    state = loader.state_dict()
-    rest = [batch.tolist() for batch in batches]
-    same = of(list(range(SIZE)))
-    same.load_state_dict(state)
-    assert [batch.tolist() for batch in same] == rest
-    other = of(list(reversed(range(SIZE))))
+    order = list(range(SIZE))
+    whole, (_, state) = sources.taken(given(order)), sources.heads(lambda: given(order, workers), 1)
+    assert sources.resumed(lambda: given(order, workers), state) == whole[1:]
+    other = given(order[::-1], workers)
     with pytest.raises(StateMismatchError, match="the list of epoch 0 differs"):
         other.load_state_dict(state)
     assert next(iter(other)).tolist() == [SIZE - 1, SIZE - 2, SIZE - 3]
 
 
-def test_a_list_that_the_loop_changes_is_followed_at_the_next_pass() -> None:
+def test_a_list_that_the_loop_changes_is_followed() -> None:
     sampler = Given(list(range(SIZE)))
     loader = midepoch.wrap(DataLoader(Listed(sampler), SIZE), seed=0)
     assert next(iter(loader)).tolist() == sampler.order
@@ -286,14 +253,9 @@ def test_a_list_that_the_loop_changes_is_followed_at_the_next_pass() -> None:
     assert [batch.tolist() for batch in loader] == [sampler.order]
 
 
-def test_a_list_that_is_changed_between_a_load_and_its_first_batch_is_refused() -> None:
-    def of(order: list[int]) -> Any:
-        return midepoch.wrap(DataLoader(Listed(Given(order)), 3), seed=0)
-
-    loader = of(list(range(SIZE)))
-    next(iter(loader))
-    state = loader.state_dict()
-    resumed = of(list(range(SIZE)))
+def test_a_list_that_is_changed_behind_a_load_is_refused() -> None:
+    _, state = sources.heads(lambda: given(list(range(SIZE))), 1)
+    resumed = given(list(range(SIZE)))
     resumed.load_state_dict(state)
     resumed.source.dataset.sampler.order.reverse()
     with pytest.raises(StateMismatchError, match="the list of epoch 0 differs"):
@@ -311,15 +273,13 @@ class Fails(Sampler[int]):
         raise KeyError("all seen")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("batch_size", [None, 1, 2, 3, SIZE])
-def test_a_sampler_s_own_error_comes_where_the_plain_loader_raises_it(batch_size: int | None, workers: int) -> None:
+@pytest.mark.parametrize(("batch_size", "workers"), [(None, 0), (1, 0), (3, 0), (SIZE, 0), (None, 2), (2, 2)])
+def test_a_sampler_s_own_error_comes_where_the_plain_one_does(batch_size: int | None, workers: int) -> None:
     def until_the_error(loader: Any) -> list[Any]:
-        got = []
+        got: list[Any] = []
         with pytest.raises(KeyError, match="all seen"):
-            for batch in loader:
-                got.append(batch)
-        return [batch if batch_size is None else batch.tolist() for batch in got]
+            got.extend(sources.plain(batch) for batch in loader)
+        return got
 
     plainly = until_the_error(DataLoader(Listed(Fails()), batch_size))
     # Where indices are divided, wrap refuses it and names shard=.
@@ -331,14 +291,13 @@ def test_a_sampler_s_own_error_comes_where_the_plain_loader_raises_it(batch_size
 def test_another_sampler_in_its_place_is_followed() -> None:
     dataset = Listed(RandomSampler(range(SIZE)))
     loader = midepoch.wrap(DataLoader(dataset, 3), seed=0)
-    assert sorted(itertools.chain.from_iterable(batch.tolist() for batch in loader)) == list(range(SIZE))
+    assert sorted(sources.flat(sources.taken(loader))) == list(range(SIZE))
     dataset.sampler = SubsetRandomSampler([1, 2, 3])
-    for _ in range(2):
-        assert sorted(itertools.chain.from_iterable(batch.tolist() for batch in loader)) == [1, 2, 3]
-    state = loader.state_dict()
+    for batches in read(loader):
+        assert sorted(sources.flat(batches)) == [1, 2, 3]
     resumed = midepoch.wrap(DataLoader(Listed(SubsetRandomSampler([1, 2, 3])), 3), seed=0)
-    resumed.load_state_dict(state)
-    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in loader]
+    resumed.load_state_dict(loader.state_dict())
+    assert sources.taken(resumed) == sources.taken(loader)
 
 
 class Remembers(IterableDataset[Any]):
@@ -378,7 +337,7 @@ def test_peeking_at_the_end_of_a_deviated_epoch_repeats_nothing() -> None:
         with contextlib.suppress(StopIteration):
             loader.peek()
         try:
-            got.append(plain(next(batches)))
+            got.append(sources.plain(next(batches)))
         except StopIteration:
             break
     assert got == whole
@@ -390,7 +349,7 @@ def _before_a_peek(loader: Any) -> tuple[dict[str, Any], Any]:
     while "varies" not in loader.state_dict()["detail"]:
         state = loader.state_dict()
         taken.append(next(batches))
-    return state, plain(taken[-1])
+    return state, sources.plain(taken[-1])
 
 
 def test_a_state_from_before_a_deviation_is_loaded_after_it() -> None:
@@ -401,43 +360,20 @@ def test_a_state_from_before_a_deviation_is_loaded_after_it() -> None:
     for each in (make(Documents), loader):
         each.load_state_dict(state)
         batches = iter(each)
-        assert plain(next(batches)) == following
-        rest = [plain(batch) for batch in batches]
+        assert sources.plain(next(batches)) == following
+        rest = [sources.plain(batch) for batch in batches]
     assert rest == read(make(Documents), 1)[0][-len(rest) :]
 
 
-class Short(Given):
-    """Its length is more than it gives."""
-
-    def __len__(self) -> int:
-        return 2 * len(self.order)
-
-
-def test_a_state_at_the_boundary_has_the_length_of_the_list() -> None:
-    def fresh() -> Any:
-        return midepoch.wrap(DataLoader(Listed(Short([3, 1, 2])), 2), seed=0)
-
-    loader = fresh()
-    assert [batch.tolist() for batch in loader] == [[3, 1], [2]]
-    resumed = fresh()
-    resumed.load_state_dict(loader.state_dict())
-    assert [batch.tolist() for batch in resumed] == [[3, 1], [2]]
-
-
 def test_another_collate_function_is_followed_at_the_next_pass() -> None:
-    for source in (DataLoader(Listed(Given([0, 1])), 2), DataLoader(Counted(), 2)):
-        loader = midepoch.wrap(source, seed=0)
-        assert [batch.tolist() for batch in loader] == [[0, 1]]
-        source.collate_fn = list
-        assert list(loader) == [[0, 1]]
+    source = DataLoader(Listed(Given([0, 1])), 2)
+    loader = midepoch.wrap(source, seed=0)
+    assert sources.taken(loader) == [[0, 1]]
+    source.collate_fn = list
+    assert list(loader) == [[0, 1]]
 
 
-class Counted(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(2))
-
-
-def test_a_batch_that_only_what_follows_the_samplers_fills_is_given() -> None:
+def test_a_batch_that_what_follows_the_samplers_fills_is_given() -> None:
     long = {5: 4}
     loader = midepoch.wrap(DataLoader(Documents(long), SIZE + 3, drop_last=True), seed=3)
     assert [len(batch[0]) for batch in read(loader, 1)[0]] == [SIZE + 3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import multiprocessing
 import random
 from collections.abc import Callable, Iterator
@@ -13,7 +14,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
@@ -24,7 +24,6 @@ from torch.utils.data import (
 
 import midepoch
 from midepoch import MidepochError, StateMismatchError, UnsupportedSourceError, World
-from midepoch.order import Endless, Shuffled
 from midepoch.state.parts import join_states
 from support import sources
 
@@ -79,12 +78,16 @@ def until_error(loader: Any) -> tuple[list[Any], str]:
     return batches, error
 
 
+def ending(sampler: Any, batch_size: int | None = 2, **keywords: Any) -> DataLoader[int]:
+    return DataLoader(range(SIZE), batch_size, sampler=sampler, **keywords)  # type: ignore[arg-type]
+
+
 FAILING: dict[str, Callable[..., DataLoader[int]]] = {
-    "after some": lambda **keywords: DataLoader(range(SIZE), 2, sampler=Ends(7), **keywords),  # type: ignore[arg-type]
-    "at the first index": lambda **keywords: DataLoader(range(SIZE), 2, sampler=Ends(0), **keywords),  # type: ignore[arg-type]
-    "before the first index": lambda **keywords: DataLoader(range(SIZE), 2, sampler=Ends(6, True), **keywords),  # type: ignore[arg-type]
+    "after some": lambda **keywords: ending(Ends(7), **keywords),
+    "at the first index": lambda **keywords: ending(Ends(0), **keywords),
+    "before the first index": lambda **keywords: ending(Ends(6, True), **keywords),
     "in batches": lambda **keywords: DataLoader(range(SIZE), batch_sampler=EndsInBatches(6), **keywords),  # type: ignore[arg-type]
-    "one by one": lambda **keywords: DataLoader(range(SIZE), None, sampler=Ends(3), **keywords),  # type: ignore[arg-type]
+    "one by one": lambda **keywords: ending(Ends(3), None, **keywords),
 }
 
 
@@ -116,21 +119,17 @@ def test_a_samplers_own_error_comes_after_its_batches(method: str, name: str) ->
 
 
 def test_ranks_give_their_full_batches_before_it() -> None:
-    def make(rank: int) -> midepoch.Loader:
-        return midepoch.wrap(DataLoader(range(SIZE), 2, sampler=Ends(11)), seed=1, world=World(rank, 2))  # type: ignore[arg-type]
-
-    ranks = [until_error(make(rank)) for rank in range(2)]
-    assert [(len(batches), error) for batches, error in ranks] == [(2, "all seen")] * 2
-    with midepoch.wrap(DataLoader(range(SIZE), 2, sampler=Ends(11)), seed=1) as alone:  # type: ignore[arg-type]
-        whole = until_error(alone)[0]
-    assert [batch for pair in zip(*(batches for batches, _ in ranks), strict=True) for batch in pair] == whole[:4]
+    first, second, alone = (
+        until_error(midepoch.wrap(ending(Ends(11)), seed=1, world=world))
+        for world in (World(0, 2), World(1, 2), World())
+    )
+    assert [(len(batches), error) for batches, error in (first, second)] == [(2, "all seen")] * 2
+    assert [batch for pair in zip(first[0], second[0], strict=True) for batch in pair] == alone[0][:4]
 
 
 def test_it_comes_through_then_and_a_peek() -> None:
-    source: DataLoader[int] = DataLoader(range(SIZE), 2, sampler=Ends(4))  # type: ignore[arg-type]
-    loader = midepoch.wrap(source, seed=1, then=lambda batch: batch + 1)
-    assert len(until_error(loader)[0]) == 2
-    loader = midepoch.wrap(source, seed=1)
+    assert len(until_error(midepoch.wrap(ending(Ends(4)), seed=1, then=lambda batch: batch + 1))[0]) == 2
+    loader = midepoch.wrap(ending(Ends(4)), seed=1)
     batches = iter(loader)
     next(batches), next(batches)
     with pytest.raises(ExhaustedError):
@@ -142,16 +141,16 @@ def test_it_comes_through_then_and_a_peek() -> None:
 # --- a sampler that sets something on the dataset ---------------------------------------------------------------------
 
 
-class Sized(Dataset[Any]):
+class Sized(sources.Indices):
     """Samples of a size that a sampler may set."""
 
-    size, epoch = 32, 0
+    width, epoch = 32, 0
 
-    def __len__(self) -> int:
-        return SIZE
+    def __init__(self) -> None:
+        super().__init__(SIZE)
 
     def __getitem__(self, index: int) -> Any:
-        return torch.zeros(self.size)
+        return torch.zeros(self.width)
 
 
 class Writes(BatchSampler):
@@ -166,17 +165,17 @@ class Writes(BatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         if self.when == "at its start":
-            self.dataset.size = 64 + self.epoch
+            self.dataset.width = 64 + self.epoch
         return self.batches()
 
     def batches(self) -> Iterator[list[int]]:
         sizes = [96, 32, 64, 64, 128, 96]
         for number, batch in enumerate(super().__iter__()):
             if self.when == "before each" or (self.when == "before its first" and not number):
-                self.dataset.size = sizes[number] + self.epoch
+                self.dataset.width = sizes[number] + self.epoch
             yield batch
         if self.when == "after its last":
-            self.dataset.size += 1
+            self.dataset.width += 1
 
 
 def sizes(loader: Any) -> list[int]:
@@ -194,18 +193,18 @@ WHILE = [("here", "before each"), ("here", "before its first"), ("here", "after 
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize(("method", "when"), WHILE)
-def test_one_that_sets_it_while_it_gives_batches_is_refused_with_the_cure(method: str, when: str, inside: bool) -> None:
+def test_one_that_sets_it_while_it_gives_batches_is_refused(method: str, when: str, inside: bool) -> None:
     dataset, source = written(when, METHODS[method], inside)
     loader = midepoch.wrap(source, seed=1)
     for _ in range(2):
-        with pytest.raises(UnsupportedSourceError, match=r"Writes sets size of the dataset.*yield \[\(size, index\)"):
+        with pytest.raises(UnsupportedSourceError, match=r"Writes sets width of the dataset.*yield \[\(size, index\)"):
             next(iter(loader))
-        assert "size" not in vars(dataset) or dataset.size == 32
+        assert dataset.width == 32
 
 
 @pytest.mark.parametrize("method", ["here", "fork"])
 @pytest.mark.parametrize("asks", [False, True])
-def test_what_one_sets_when_it_is_asked_for_its_iterator_holds_for_the_pass(method: str, asks: bool) -> None:
+def test_what_one_sets_at_its_start_holds_for_the_pass(method: str, asks: bool) -> None:
     plain_data, plain = written("at its start", METHODS[method])
     our_data, source = written("at its start", METHODS[method])
     with midepoch.wrap(source, seed=1) as loader:
@@ -248,11 +247,8 @@ class Mosaic(BatchSampler):
             yield [(self.mosaic, index) for index in batch]
 
 
-class Marked(Dataset[str]):
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, key: Any) -> str:
+class Marked(sources.Indices):
+    def __getitem__(self, key: Any) -> Any:
         return str(key)
 
 
@@ -261,7 +257,7 @@ def weighted(**keywords: Any) -> DataLoader[Any]:
 
 
 def mosaic(**keywords: Any) -> DataLoader[Any]:
-    return DataLoader(Marked(), batch_sampler=Mosaic(SequentialSampler(range(6)), 3, False), **keywords)
+    return DataLoader(Marked(6), batch_sampler=Mosaic(SequentialSampler(range(6)), 3, False), **keywords)
 
 
 def in_order(**keywords: Any) -> DataLoader[Any]:
@@ -276,46 +272,37 @@ def times(batch: list[int]) -> torch.Tensor:
     return torch.tensor(batch) * 1000
 
 
-def set_weights(loader: Any) -> None:
-    loader.sampler.weights = torch.tensor([0.0] * 5 + [1.0])
+def setting(path: str, value: Any) -> Callable[[Any], None]:
+    """A function that sets an attribute of a loader, or of what it holds."""
+    *names, last = path.split(".")
+
+    def change(loader: Any) -> None:
+        setattr(functools.reduce(getattr, names, loader), last, value)
+
+    return change
 
 
 def set_weights_in_place(loader: Any) -> None:
     loader.sampler.weights[:5] = 0
 
 
-def set_mosaic(loader: Any) -> None:
-    loader.batch_sampler.mosaic = False
-
-
-def set_batch_size(loader: Any) -> None:
-    loader.batch_sampler.batch_size = 4
+set_weights = setting("sampler.weights", torch.tensor([0.0] * 5 + [1.0]))
+set_sampler = setting("batch_sampler.sampler", [5, 4, 3])
+set_collate = setting("collate_fn", times)
 
 
 def set_drop_last(loader: Any) -> None:
     loader.batch_sampler.batch_size, loader.batch_sampler.drop_last = 4, True
 
 
-def set_sampler(loader: Any) -> None:
-    loader.batch_sampler.sampler = [5, 4, 3]
-
-
-def set_inner(loader: Any) -> None:
-    loader.batch_sampler.sampler.shuffle = False
-
-
-def set_collate(loader: Any) -> None:
-    loader.collate_fn = times
-
-
 SET_BY_LOOPS: dict[str, tuple[Callable[..., DataLoader[Any]], Callable[[Any], None]]] = {
     "weights": (weighted, set_weights),
     "weights in place": (weighted, set_weights_in_place),
-    "an attribute of a batch sampler": (mosaic, set_mosaic),
-    "a batch size": (in_order, set_batch_size),
+    "an attribute of a batch sampler": (mosaic, setting("batch_sampler.mosaic", False)),
+    "a batch size": (in_order, setting("batch_sampler.batch_size", 4)),
     "drop_last": (in_order, set_drop_last),
     "another sampler": (in_order, set_sampler),
-    "whether it shuffles": (distributed, set_inner),
+    "whether it shuffles": (distributed, setting("batch_sampler.sampler.shuffle", False)),
 }
 
 
@@ -335,32 +322,26 @@ def test_what_a_loop_sets_between_passes_is_followed(name: str, on: str) -> None
     make, change = SET_BY_LOOPS[name]
     expected = torch_would(make, change)
     source = make()
-    loader = midepoch.wrap(source, seed=0)
+    loader, resumed = midepoch.wrap(source, seed=0), midepoch.wrap(make(), seed=0)
     assert shown(loader) != expected
-    before = len(loader)
     change(loader if on == "loader" else source)
-    assert len(loader) == loader.batches_left == len(expected), before
+    assert len(loader) == loader.batches_left == len(expected)
     assert shown(loader) == expected
-    resumed = midepoch.wrap(make(), seed=0)
-    change(resumed)
-    state = sources.heads(lambda: loader, 1)[1] if len(expected) > 1 else None
-    if state is not None:
-        resumed.load_state_dict(state)
+    if len(expected) > 1:
+        change(resumed)
+        resumed.load_state_dict(sources.heads(lambda: loader, 1)[1])
         assert shown(resumed) == expected[1:]
 
 
-@pytest.mark.parametrize("name", SET_BY_LOOPS)
+@pytest.mark.parametrize("name", [name for name in SET_BY_LOOPS if "in place" not in name])  # which nobody sees
 def test_what_a_loop_sets_within_a_pass_is_refused(name: str) -> None:
     make, change = SET_BY_LOOPS[name]
-    loader = midepoch.wrap(make(), seed=0)
-    if "in place" in name:
-        return  # nobody sees it; the next pass follows
+    loader, whole = midepoch.wrap(make(), seed=0), shown(midepoch.wrap(make(), seed=0))
     batches = iter(loader)
     next(batches)
     with pytest.raises(MidepochError, match=r"loader\..* was set while a pass is read.*between two passes"):
         change(loader)
-    rest = shown(batches)
-    assert rest == shown(resumed_after_one(make)), "the loader is unchanged"
+    assert shown(batches) == whole[1:], "the loader is unchanged"
     for _ in loader:
         break
     change(loader)  # a pass that was left is none
@@ -370,7 +351,7 @@ def test_what_a_loop_sets_within_a_pass_is_refused(name: str) -> None:
         change(loader)
 
 
-def test_what_is_changed_on_the_source_within_a_pass_waits_for_the_next() -> None:
+def test_what_is_changed_within_a_pass_waits_for_the_next() -> None:
     """Though the session is opened again meanwhile."""
     source = in_order()
     loader = midepoch.wrap(source, seed=0)
@@ -384,18 +365,8 @@ def test_what_is_changed_on_the_source_within_a_pass_waits_for_the_next() -> Non
     assert shown(loader) == [[5, 4], [3]]
 
 
-def resumed_after_one(make: Callable[..., DataLoader[Any]]) -> midepoch.Loader:
-    state = sources.heads(lambda: midepoch.wrap(make(), seed=0), 1)[1]
-    resumed = midepoch.wrap(make(), seed=0)
-    resumed.load_state_dict(state)
-    return resumed
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("method", "persistent"), [("here", False), ("fork", False), ("fork", True), ("spawn", False)])
 def test_another_collate_function_is_followed(method: str, persistent: bool) -> None:
-    if persistent and method != "fork":
-        return
     source = in_order(**METHODS[method], **({"persistent_workers": True} if persistent else {}))
     others = set(multiprocessing.active_children())
     with midepoch.wrap(source, seed=0) as loader:
@@ -483,11 +454,9 @@ DIVIDING: dict[str, Callable[[int], Any]] = {
 
 
 def of_rank(name: str, rank: int, batches: bool = False, **keywords: Any) -> midepoch.Loader:
-    sampler, data = DIVIDING[name](rank), range(100)
-    kind: dict[str, Any] = (
-        {"batch_sampler": OwnBatches(sampler, 4, False)} if batches else {"sampler": sampler, "batch_size": 4}
-    )
-    return midepoch.wrap(DataLoader(data, **kind, **keywords), seed=0, shard=False, world=World(rank, 3))  # type: ignore[arg-type]
+    sampler: Any = DIVIDING[name](rank)
+    kind = {"batch_sampler": OwnBatches(sampler, 4, False)} if batches else {"sampler": sampler, "batch_size": 4}
+    return midepoch.wrap(DataLoader(range(100), **kind, **keywords), seed=0, shard=False, world=World(rank, 3))  # type: ignore[arg-type]
 
 
 class OwnBatches(BatchSampler):
@@ -514,7 +483,7 @@ def test_each_rank_gets_the_list_of_its_own_sampler(name: str, batches: bool) ->
 @pytest.mark.parametrize("name", ["torch's", "torchdata's", "of torch's generator"])
 def test_each_ranks_state_has_the_crc_of_its_own_list(name: str) -> None:
     wholes = [shown(of_rank(name, rank)) for rank in range(3)]
-    states = [sources.heads(lambda rank=rank: of_rank(name, rank), 2)[1] for rank in range(3)]  # type: ignore[misc]
+    states = [sources.heads(functools.partial(of_rank, name, rank), 2)[1] for rank in range(3)]
     assert len({state["detail"] for state in states}) == 3
     for saved in (states, [join_states(states)] * 3):
         for rank in range(3):
@@ -524,29 +493,27 @@ def test_each_ranks_state_has_the_crc_of_its_own_list(name: str) -> None:
             assert shown(resumed) == wholes[rank][2:]
     with pytest.raises(StateMismatchError, match="only the part of rank 1, and this is rank 0 of 3"):
         of_rank(name, 0).load_state_dict(states[1])
-    source: DataLoader[int] = DataLoader(range(100), 4, sampler=Strided(0, 2))  # type: ignore[arg-type]
-    with pytest.raises(
-        StateMismatchError, match="the world size differs: the state was saved with 3, this loader has 2"
-    ):
-        midepoch.wrap(source, seed=0, shard=False, world=World(0, 2)).load_state_dict(states[0])
-    if name == "torch's":
-        source = DataLoader(range(100), 4, sampler=DistributedSampler(range(100), 3, 0, seed=1))  # type: ignore[arg-type]
-        with pytest.raises(StateMismatchError, match=r"the list of epoch 0 differs"):
-            midepoch.wrap(source, seed=0, shard=False).load_state_dict(states[0])
+
+
+@pytest.mark.parametrize(
+    ("sampler", "world", "words"),
+    [
+        (Strided(0, 2), World(0, 2), "the world size differs: the state was saved with 3, this loader has 2"),
+        (DistributedSampler(range(100), 3, 0, seed=1), None, "the list of epoch 0 differs"),  # type: ignore[arg-type]
+    ],
+    ids=["world", "seed"],
+)
+def test_a_state_of_another_list_is_refused(sampler: Any, world: World | None, words: str) -> None:
+    _, state = sources.heads(functools.partial(of_rank, "torch's", 0), 2)
+    source: DataLoader[int] = DataLoader(range(100), 4, sampler=sampler)  # type: ignore[arg-type]
+    with pytest.raises(StateMismatchError, match=words):
+        midepoch.wrap(source, seed=0, shard=False, world=world).load_state_dict(state)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_are_sent_the_ranks_own_list(method: str) -> None:
     with of_rank("torch's", 1, **METHODS[method]) as loader:
         assert shown(loader) == shown(of_rank("torch's", 1))
-
-
-def test_without_an_end_it_is_refused_with_the_cure() -> None:
-    sampler = midepoch.ResumableSampler(22, shuffle=Endless(Shuffled(22)))
-    source: DataLoader[int] = DataLoader(range(22), 4, sampler=sampler)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedSourceError, match=r"ResumableSampler does not end.*leave shard= out"):
-        midepoch.wrap(source, shard=False)
-    assert midepoch.wrap(source).capabilities.elastic_world
 
 
 def test_plain_samplers_with_shard_false_draw_for_each_rank() -> None:

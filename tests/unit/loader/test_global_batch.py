@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,14 +25,14 @@ EXAMPLES = 4000 if os.environ.get("MIDEPOCH_CHAOS") else 60
 
 
 def make(world: World, size: int, micro: int, together: int | None, **options: Any) -> Loader:
-    source: Any = DataLoader(range(size), batch_size=micro, shuffle=True)  # type: ignore[arg-type]
+    source = DataLoader(sources.Indices(size), batch_size=micro, shuffle=options.pop("shuffle", True))
     return midepoch.wrap(source, seed=5, world=world, global_batch=together, **options)
 
 
 def wrapped(
     rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = 3, seed: int = 0, size: int = 41
 ) -> Loader:
-    source: Any = DataLoader(sources.Noisy(size), batch_size=batch_size, shuffle=True, num_workers=num_workers)
+    source = sources.noisy_loader(size, batch_size=batch_size, num_workers=num_workers)
     return midepoch.wrap(source, seed=seed, world=World(rank, world_size), global_batch=12)
 
 
@@ -117,7 +119,7 @@ def whole_order(size: int, epoch: int) -> list[int]:
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(jobs(), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 1 << 30))
-def test_any_sequence_of_worlds_covers_the_epoch_in_steps_of_one_size(
+def test_any_sequence_of_worlds_covers_the_epoch_in_equal_steps(
     job: tuple[int, int, int], worlds: list[int], seed: int
 ) -> None:
     size, micro, together = job
@@ -163,12 +165,11 @@ def test_lengths_are_those_of_the_batches_that_come(job: tuple[int, int, int], w
         assert number == length
 
 
-def test_a_pass_of_two_ranks_is_as_written_down_by_hand() -> None:
+def test_a_pass_of_three_ranks_is_as_written_down_by_hand() -> None:
     """Ten samples to a step, batches of two, twenty-three samples in their order."""
     got = []
     for rank in range(3):
-        source: Any = DataLoader(range(23), batch_size=2)  # type: ignore[arg-type]
-        loader = midepoch.wrap(source, world=World(rank, 3), global_batch=10)
+        loader = make(World(rank, 3), 23, 2, 10, shuffle=False)
         got.append([(batch.tolist(), round(loader.weight, 3), loader.step_due) for batch in loader])
     assert got == [
         [([0, 1], 0.6, False), ([6, 7], 0.6, True), ([10, 11], 0.6, False), ([16, 17], 0.6, True), ([20], 1.0, True)],
@@ -177,30 +178,25 @@ def test_a_pass_of_two_ranks_is_as_written_down_by_hand() -> None:
     ]
 
 
-def test_weights_make_the_mean_over_ranks_that_over_samples() -> None:
+@pytest.mark.parametrize(
+    ("together", "world_size"), [*((8, ranks) for ranks in (1, 2, 3, 5)), *((None, ranks) for ranks in (1, 2, 3))]
+)
+def test_weights_make_the_mean_over_ranks_that_over_samples(together: int | None, world_size: int) -> None:
     """The gradient of a linear model, on any number of ranks, is that of one rank with the whole global batch."""
-    data = torch.randn(37, 3, generator=torch.Generator().manual_seed(1))
-    for together, worlds in ((8, (1, 2, 3, 5)), (None, (1, 2, 3))):
-        for world_size in worlds:
-            parts: list[list[torch.Tensor]] = []
-            for rank in range(world_size):
-                source: Any = DataLoader(data, batch_size=2 if together else 6 // world_size)  # type: ignore[arg-type]
-                loader = midepoch.wrap(
-                    source, world=World(rank, world_size), global_batch=together, tail=None if together else "uneven"
-                )
-                gradients, gradient = [], torch.zeros(3)
-                for batch in loader:
-                    gradient = gradient + loader.weight * batch.mean(0)
-                    if loader.step_due:
-                        gradients.append(gradient)
-                        gradient = torch.zeros(3)
-                parts.append(gradients)
-            length = max(map(len, parts))
-            zero = torch.zeros(3)
-            means = [sum((p[k] if k < len(p) else zero for p in parts), zero) / world_size for k in range(length)]
-            step = together or 6
-            for number, mean in enumerate(means):
-                torch.testing.assert_close(mean, data[number * step : (number + 1) * step].mean(0))
+    data: Any = torch.randn(37, 3, generator=torch.Generator().manual_seed(1))
+    settings: Any = {"global_batch": together, "tail": None if together else "uneven"}
+    sums: dict[int, torch.Tensor] = {}
+    for rank in range(world_size):
+        source = DataLoader(data, batch_size=2 if together else 6 // world_size)
+        loader = midepoch.wrap(source, world=World(rank, world_size), **settings)
+        step = 0
+        for batch in loader:
+            sums[step] = sums.get(step, torch.zeros(3)) + loader.weight * batch.mean(0)
+            step += loader.step_due
+    for step, total in sums.items():
+        expected = data[step * (together or 6) : (step + 1) * (together or 6)].mean(0)
+        torch.testing.assert_close(total / world_size, expected)
+    assert len(sums) == -(-37 // (together or 6))
 
 
 def test_a_state_within_a_global_batch_is_that_of_its_beginning() -> None:
@@ -219,7 +215,7 @@ def test_a_state_within_a_global_batch_is_that_of_its_beginning() -> None:
     assert sorted(sample for batch in first + again for sample in batch) == list(range(20))
 
 
-def test_commit_within_a_global_batch_is_refused_and_changes_nothing() -> None:
+def test_commit_within_a_global_batch_is_refused() -> None:
     loader = make(World(), 20, 2, 6)
     each = iter(loader)
     next(each)
@@ -233,7 +229,7 @@ def test_commit_within_a_global_batch_is_refused_and_changes_nothing() -> None:
     assert loader.state_dict()["position"] == 6
 
 
-def test_a_rollback_or_a_reshard_within_a_global_batch_begins_it_anew() -> None:
+def test_a_rollback_or_a_reshard_begins_a_global_batch_anew() -> None:
     loader = make(World(), 20, 2, 6)
     each = iter(loader)
     first = next(each).tolist()
@@ -245,7 +241,7 @@ def test_a_rollback_or_a_reshard_within_a_global_batch_begins_it_anew() -> None:
     assert loader.position == 6
 
 
-def test_a_pass_given_up_within_the_first_global_batch_gives_up_its_epoch() -> None:
+def test_a_pass_given_up_in_its_first_global_batch_is_over() -> None:
     loader = make(World(), 20, 2, 6)
     for _ in loader:
         break
@@ -262,62 +258,51 @@ def test_a_pass_given_up_within_the_first_global_batch_gives_up_its_epoch() -> N
     assert told == [0, 1]
 
 
-def test_then_sees_batches_without_samples_too_and_draws_for_each_anew() -> None:
+def test_then_sees_batches_without_samples_too() -> None:
+    """And draws for each anew."""
+
     def noise(batch: torch.Tensor) -> tuple[list[int], float]:
         return batch.tolist(), random.random()
 
     seen: dict[int, list[Any]] = {}
     for rank in range(3):
         for again in range(2):
-            source: Any = DataLoader(range(24), batch_size=1)  # type: ignore[arg-type]
-            loader = midepoch.wrap(source, seed=3, world=World(rank, 3), global_batch=4, then=noise)
+            loader = make(World(rank, 3), 24, 1, 4, then=noise)
             got = [(batch, loader.weight) for batch in loader]
             assert seen.setdefault(rank, got) == got, again
     drawn = [noise for got in seen.values() for (_, noise), weight in got if weight]
     assert len(set(drawn)) == len(drawn) == 24
-    loader = midepoch.wrap(DataLoader(range(24), batch_size=1), seed=3, world=World(0, 3), global_batch=4, then=noise)  # type: ignore[arg-type]
+    loader = make(World(0, 3), 24, 1, 4, then=noise)
     loader.seek(position=8)
     assert list(loader) == [batch for batch, _ in seen[0]][4:]
 
 
-class Failing(torch.utils.data.Dataset[int]):
-    broken = True
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> int:
-        if index == 5 and self.broken:
-            raise RuntimeError("a bad sample")
-        return index
-
-
-def test_after_an_error_the_global_batch_is_begun_anew_or_passed_over_as_a_whole() -> None:
-    for on_error, then in (("retry", [4, 5]), ("next", [8, 9])):
-        data = Failing()
-        loader = midepoch.wrap(DataLoader(data, batch_size=2), global_batch=4, on_error=on_error)  # type: ignore[arg-type]
-        each = iter(loader)
-        assert [next(each).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
-        with pytest.raises(RuntimeError, match="a bad sample"):
-            next(each)
-        assert loader.position == 4
-        data.broken = False
-        if on_error == "next":
-            with pytest.warns(midepoch.MidepochWarning, match="positions 4 to 7 of epoch 0 were passed over"):
-                assert next(each).tolist() == then
-        else:
-            assert next(each).tolist() == then
+@pytest.mark.parametrize(("on_error", "following"), [("retry", [4, 5]), ("next", [8, 9])])
+def test_after_an_error_a_global_batch_is_begun_anew_or_left(on_error: Any, following: Any, tmp_path: Path) -> None:
+    data = sources.Failing(12, [5], tmp_path)
+    loader = midepoch.wrap(DataLoader(data, batch_size=2), global_batch=4, on_error=on_error)
+    each = iter(loader)
+    assert [next(each)[:, 0].tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(RuntimeError, match="cannot be read"):
+        next(each)
+    assert loader.position == 4
+    data.failing = frozenset()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert next(each)[:, 0].tolist() == following
+    passed_over = ["positions 4 to 7 of epoch 0 were passed over" in str(each.message) for each in told]
+    assert passed_over == [True] * (on_error == "next")
 
 
-def test_drop_last_leaves_out_a_global_batch_that_is_not_full() -> None:
-    for world_size in (1, 2, 3):
-        samples = []
-        for rank in range(world_size):
-            source: Any = DataLoader(range(23), batch_size=2, drop_last=True)  # type: ignore[arg-type]
-            loader = midepoch.wrap(source, world=World(rank, world_size), global_batch=10)
-            samples += [sample for batch in loader if loader.weight for sample in batch.tolist()]
-            assert (loader.epoch, loader.position) == (1, 0)
-        assert sorted(samples) == list(range(20))
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_drop_last_leaves_out_a_global_batch_not_full(world_size: int) -> None:
+    samples = []
+    for rank in range(world_size):
+        source = DataLoader(sources.Indices(23), batch_size=2, drop_last=True)
+        loader = midepoch.wrap(source, world=World(rank, world_size), global_batch=10)
+        samples += [sample for batch in loader if loader.weight for sample in batch.tolist()]
+        assert (loader.epoch, loader.position) == (1, 0)
+    assert sorted(samples) == list(range(20))
 
 
 def test_batches_may_be_the_units() -> None:
@@ -331,15 +316,14 @@ def test_batches_may_be_the_units() -> None:
 
 
 def test_the_weight_of_a_plain_loader_is_that_of_its_tail() -> None:
-    loader = midepoch.wrap(DataLoader(range(11), batch_size=2), world=World(0, 2), tail="uneven")  # type: ignore[arg-type]
-    other = midepoch.wrap(DataLoader(range(11), batch_size=2), world=World(1, 2), tail="uneven")  # type: ignore[arg-type]
+    loader, other = (make(World(rank, 2), 11, 2, None, tail="uneven", shuffle=False) for rank in range(2))
     assert loader.weight == 1.0
     assert [loader.weight for _ in loader] == [1.0, 1.0, 4 / 3]
     assert [other.weight for _ in other] == [1.0, 1.0, 2 / 3]
     assert loader.peek().tolist() == [0, 1]
     assert loader.weight == 4 / 3  # of the batch that was handed out, not of that which was looked at
     assert loader.step_due
-    padded = midepoch.wrap(DataLoader(range(11), batch_size=2), world=World(0, 2))  # type: ignore[arg-type]
+    padded = make(World(0, 2), 11, 2, None)
     assert [padded.weight for _ in padded] == [1.0] * 3
 
 

@@ -36,6 +36,7 @@ from midepoch.loader.loader import Loader
 from midepoch.state import codec
 from midepoch.state.codec import decode, encode
 from midepoch.state.digest import checksum_of
+from midepoch.testing import digest
 from support import sources
 
 KEYS = [
@@ -126,21 +127,6 @@ def test_distributed_checkpoint_loads_into_a_fresh_loader(
         assert (fresh.epoch, fresh.position) == (loader.epoch, loader.position)
 
 
-def test_a_state_never_changes_later_and_loading_leaves_it_alone() -> None:
-    loader = make_loader()
-    batches = iter(loader)
-    next(batches)
-    state = loader.state_dict()
-    kept = copy.deepcopy(state)
-    next(batches)
-    assert state == kept
-    loader.load_state_dict(state)
-    loader.state_dict()["position"] = 99
-    assert loader.state_dict() == kept
-    next(batches)
-    assert state == kept
-
-
 # --- what is refused ---
 
 
@@ -171,9 +157,7 @@ HUGE = 10**30
 ENDLESS = 10**5000  # more digits than Python turns into text
 
 
-@pytest.mark.parametrize(
-    "version", [0, 2, HUGE, -1, ENDLESS], ids=lambda value: f"{value:.3e}" if value < 1e9 else "huge"
-)
+@pytest.mark.parametrize("version", [0, 2, -1, HUGE, ENDLESS], ids=["0", "2", "-1", "huge", "endless"])
 def test_another_version_is_refused(version: int) -> None:
     state = {**state_with(), "version": version}
     assert_refused(make_loader(), state, StateVersionError, "reads version 1")
@@ -205,17 +189,14 @@ NONSENSE: list[Any] = [
 ]  # fmt: skip
 
 
+NOT_THERE = [("witness", ""), ("changed", ""), ("omit", ""), ("size", None)]  # what a state without it has
+
+
 @pytest.mark.parametrize("key", [key for key in KEYS if key not in ("checksum", "detail")])
-@pytest.mark.parametrize(
-    "value",
-    NONSENSE,
-    ids=lambda value: (
-        f"{type(value).__name__} {value!r:.9}" if not isinstance(value, int) else f"int {len(bin(value))}"
-    ),
-)
+@pytest.mark.parametrize("value", NONSENSE, ids=range(len(NONSENSE)))
 def test_resealed_nonsense_is_refused(key: str, value: Any) -> None:
-    if (key, value) in (("witness", ""), ("changed", ""), ("omit", ""), ("size", None)):
-        pytest.skip("a state without it")
+    if isinstance(value, str | None) and (key, value) in NOT_THERE:
+        return
     state = {**state_with(), key: value}
     # What JSON cannot hold is refused with its old checksum, too.
     with contextlib.suppress(StateCorruptError):
@@ -223,13 +204,12 @@ def test_resealed_nonsense_is_refused(key: str, value: Any) -> None:
     kind: type[StateError] = StateCorruptError
     if key == "version" and type(value) is int:
         kind = StateVersionError
-    elif (key == "adapter" and value == "8") or (key == "size" and value is None):
+    elif key == "adapter" and value == "8":
         kind = StateMismatchError
     elif key == "fingerprint" and isinstance(value, str):
         kind = StateError
-    assert_refused(
-        make_loader(), state, kind, *([] if type(value) is int else [key]) if kind is StateCorruptError else []
-    )
+    named = kind is StateCorruptError and type(value) is not int
+    assert_refused(make_loader(), state, kind, *([key] if named else []))
 
 
 @pytest.mark.parametrize("position", [23, 10**18])
@@ -259,30 +239,30 @@ def test_a_fingerprint_that_is_none_is_refused(fingerprint: str) -> None:
         make_loader().load_state_dict(state_with(fingerprint=fingerprint))
 
 
-def test_what_differs_is_named_with_both_values() -> None:
-    other = midepoch.wrap(DataLoader(sources.Noisy(22), batch_size=4), seed=5)
-    cases: list[tuple[Loader, dict[str, Any], list[object]]] = [
-        (make_loader(), make_loader(seed=6).state_dict(), ["seed", 5, 6]),
-        (make_loader(), make_loader(21).state_dict(), ["size", 22, 21]),
-        (make_loader(), make_loader(23).state_dict(), ["size", 22, 23]),
-        (make_loader(), other.state_dict(), ["order", "shuffled", "sequential"]),
-        (make_loader(), midepoch.wrap([1, 2, 3], seed=5).state_dict(), ["adapter", "sequence", "dataloader"]),
-        (make_loader(), make_loader(fingerprint="train-2").state_dict(), ["fingerprint", "train-2", "none"]),
-        (make_loader(), MAKERS["batch sampler"]().state_dict(), ["listed", "shuffled"]),
-    ]
-    for loader, state, named in cases:
-        assert_refused(loader, state, StateMismatchError, *named)
+DIFFERING: dict[str, tuple[Callable[[], Loader], list[object]]] = {
+    "seed": (functools.partial(make_loader, seed=6), ["seed", 5, 6]),
+    "smaller": (functools.partial(make_loader, 21), ["size", 22, 21]),
+    "larger": (functools.partial(make_loader, 23), ["size", 22, 23]),
+    "order": (lambda: midepoch.wrap(sources.noisy_loader(shuffle=False), seed=5), ["order", "shuffled", "sequential"]),
+    "adapter": (MAKERS["list"], ["adapter", "sequence", "dataloader"]),
+    "fingerprint": (functools.partial(make_loader, fingerprint="train-2"), ["fingerprint", "train-2", "none"]),
+    "sampler": (MAKERS["batch sampler"], ["listed", "shuffled"]),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERING)
+def test_what_differs_is_named_with_both_values(kind: str) -> None:
+    make, named = DIFFERING[kind]
+    assert_refused(make_loader(), make().state_dict(), StateMismatchError, *named)
 
 
 def test_a_seed_that_was_not_stated_gives_way() -> None:
     state = state_with()
-    loader = midepoch.wrap(sources.noisy_loader())
+    loader, whole = midepoch.wrap(sources.noisy_loader()), make_loader()
     loader.load_state_dict(state)
     assert sources.taken(loader) == sources.resumed(make_loader, state)
-    # ... and stays for the epochs to come
-    whole = make_loader()
     sources.taken(whole)
-    assert sources.taken(loader) == sources.taken(whole)
+    assert sources.taken(loader) == sources.taken(whole)  # it stays for the epochs to come
 
 
 def test_what_need_not_fit_does_not_matter() -> None:
@@ -313,11 +293,8 @@ def test_resealing_leaves_its_argument_alone() -> None:
     state = {**state_with(), "position": 0}
     kept = dict(state)
     sealed = midepoch.reseal(state)
-    assert state == kept
-    assert sealed != state
-    loader = make_loader()
-    loader.load_state_dict(sealed)
-    assert sources.taken(loader) == sources.taken(make_loader())
+    assert state == kept != sealed
+    assert sources.resumed(make_loader, sealed) == sources.taken(make_loader())
 
 
 # --- a source's own state as text ---
@@ -335,29 +312,12 @@ OWN_STATES: list[Any] = [
 ]  # fmt: skip
 
 
-def same(left: Any, right: Any) -> bool:
-    """Equal in type, shape and value."""
-    if isinstance(left, torch.Tensor):
-        return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
-    if isinstance(left, np.ndarray):
-        return isinstance(right, np.ndarray) and left.dtype == right.dtype and np.array_equal(left, right)
-    if isinstance(left, dict):
-        return (
-            isinstance(right, dict)
-            and list(left) == list(right)
-            and all(same(value, right[key]) for key, value in left.items())
-        )
-    if isinstance(left, list | tuple):
-        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
-    return type(left) is type(right) and bool(left == right)
-
-
 @pytest.mark.parametrize("value", OWN_STATES, ids=lambda value: type(value).__name__)
 def test_what_is_encoded_decodes_to_the_same(value: Any) -> None:
     text = encode(value)
     assert text.isascii()
     assert text.isprintable()
-    assert same(decode(text), value)
+    assert digest(decode(text)) == digest(value)
 
 
 class Opaque:
@@ -387,7 +347,7 @@ def test_a_state_that_holds_itself_is_refused() -> None:
 def test_what_could_not_be_decoded_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "_MOST_ITEMS", 100)
     for fits in (list(range(100)), {"text": 'a, "[{, \\' * 9}, np.arange(200), ["\\", '"', ","] * 10):
-        assert same(decode(encode(fits)), fits)
+        assert digest(decode(encode(fits))) == digest(fits)
     for parts in (list(range(101)), [[0]] * 60, {str(number): "," for number in range(101)}):
         with pytest.raises(StateError, match=r"has more than 100 parts, .*: let its state_dict\(\) return long lists"):
             encode(parts)
@@ -459,7 +419,7 @@ def test_other_keys_are_named_whatever_they_are() -> None:
         assert len(str(raised.value)) < 400
 
 
-def test_a_part_of_a_fingerprint_that_a_terminal_would_obey_is_escaped() -> None:
+def test_what_a_terminal_would_obey_is_escaped() -> None:
     loader = midepoch.wrap(sources.noisy_loader(12), seed=1)
     state = loader.state_dict()
     parts = {"\x1b[2J": "y" * 300, **json.loads(state["fingerprint"])}
@@ -507,15 +467,16 @@ def test_digests_tell_what_is_close() -> None:
     assert checksum_of(torch.arange(6).reshape(2, 3).T) == checksum_of(torch.arange(6).reshape(2, 3).T.contiguous())
 
 
-class _Slotted:
+class Slotted:
     __slots__ = ("content",)
 
     def __init__(self, content: Any) -> None:
         self.content = content
 
 
-def _unlike() -> dict[str, tuple[Any, Any]]:
+def unlike() -> dict[str, tuple[Any, Any]]:
     """By kind: two values that differ in content alone."""
+    pyarrow: Any = pytest.importorskip("pyarrow", reason="needs the extra datasets")
     zeros, ones = torch.zeros(4, 4), torch.eye(4)
     nested = [torch.nested.nested_tensor([each, each[1:]]) for each in (zeros, ones)]
     jagged = [torch.nested.nested_tensor([each[0], each[1]], layout=torch.jagged) for each in (zeros, ones)]
@@ -536,15 +497,16 @@ def _unlike() -> dict[str, tuple[Any, Any]]:
         "set of sets": ({frozenset("ab")}, {frozenset("ac")}),
         "path": (Path("a"), Path("b")),
         "deque": (deque([1]), deque([2])),
-        "slots": (_Slotted(zeros.bfloat16()), _Slotted(ones.bfloat16())),
+        "slots": (Slotted(zeros.bfloat16()), Slotted(ones.bfloat16())),
+        "table": (pyarrow.table({"a": [1]}), pyarrow.table({"a": [2]})),
         "in a batch": ({"a": [zeros.bfloat16()]}, {"a": [ones.bfloat16()]}),
     }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_digests_see_values_of_all_kinds() -> None:
-    again = _unlike()
-    for kind, (one, other) in _unlike().items():
+    again = unlike()
+    for kind, (one, other) in unlike().items():
         unseen: dict[str, None] = {}
         assert checksum_of(one, unseen) == checksum_of(again[kind][0]) != checksum_of(other, unseen), kind
         assert not unseen, kind
@@ -562,8 +524,3 @@ def test_a_digest_of_a_set_is_the_same_in_another_process() -> None:
     environment = {**os.environ, "PYTHONHASHSEED": "1"}  # that of this process is drawn
     told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True, text=True)
     assert told.stdout.strip() == str(checksum_of(eval(made)))
-
-
-def test_digests_see_tables() -> None:
-    pyarrow: Any = pytest.importorskip("pyarrow", reason="needs the extra datasets")
-    assert checksum_of(pyarrow.table({"a": [1]})) != checksum_of(pyarrow.table({"a": [2]}))
