@@ -18,14 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from midepoch.order import MAXIMUM_SIZE, EpochOrder, Order, Sequential, Shuffled, Windowed, permutations
-from midepoch.order.keys import derive_key, extend_key, mix
+from midepoch.order import MAXIMUM_SIZE, EpochOrder, Order, Sequential, Shuffled, Windowed
 
 Indices = npt.NDArray[np.int64]
 
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 MASK = (1 << 64) - 1
-HUGE = [10**9, 10**12, MAXIMUM_SIZE]
 
 
 def checksum(indices: Indices) -> int:
@@ -125,137 +123,6 @@ def test_descriptions_are_pinned() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The same again in plain Python integers: what the golden vectors pin is what is described.
-
-
-def reference_keys(key: int, positions: range) -> list[int]:
-    return [mix(key + (position + 1) * 0x9E3779B97F4A7C15) for position in positions]
-
-
-def reference_sorted(key: int, size: int) -> list[int]:
-    keys = reference_keys(key, range(size))
-    return sorted(range(size), key=lambda offset: (keys[offset] >> 16, offset))
-
-
-class ReferenceFeistel:
-    def __init__(self, size: int, key: int, rounds: int = 8) -> None:
-        self.size = size
-        self.bits = (size - 1).bit_length() // 2
-        self.rows = math.ceil(size / (1 << self.bits))
-        words = reference_keys(key, range(2 * rounds))
-        self.rounds = [
-            (multiplier | 1, summand) for multiplier, summand in zip(words[:rounds], words[rounds:], strict=True)
-        ]
-
-    def hash(self, i: int, word: int) -> int:
-        multiplier, summand = self.rounds[i]
-        word = (word * multiplier + summand) & MASK
-        return ((word ^ (word >> 32)) * 0xD6E8FEB86659FD93) & MASK
-
-    def row_shift(self, i: int, low: int) -> int:
-        return ((self.hash(i, low) >> 26) * self.rows) >> 38
-
-    def forward(self, value: int) -> int:
-        high, low = value >> self.bits, value & ((1 << self.bits) - 1)
-        for i in range(len(self.rounds)):
-            if i % 2 == 0:
-                high = (high + self.row_shift(i, low)) % self.rows
-            else:
-                low ^= self.hash(i, high) >> (64 - self.bits)
-        return (high << self.bits) | low
-
-    def backward(self, value: int) -> int:
-        high, low = value >> self.bits, value & ((1 << self.bits) - 1)
-        for i in reversed(range(len(self.rounds))):
-            if i % 2 == 0:
-                high = (high - self.row_shift(i, low)) % self.rows
-            else:
-                low ^= self.hash(i, high) >> (64 - self.bits)
-        return (high << self.bits) | low
-
-    def walk(self, value: int, step: Callable[[int], int]) -> int:
-        value = step(value)
-        while value >= self.size:
-            value = step(value)
-        return value
-
-
-def reference_permutation(size: int, key: int) -> list[int]:
-    if size <= 65536:
-        return reference_sorted(key, size)
-    feistel = ReferenceFeistel(size, key)
-    return [feistel.walk(position, feistel.forward) for position in range(size)]
-
-
-def reference_windowed(order: Windowed, seed: int, epoch: int) -> list[int]:
-    """Lists the blocks, then shuffles lists."""
-    key = derive_key(int.from_bytes(b"windowed", "big"), seed, epoch, order.size)
-    if isinstance(order.block_size, int):
-        bounds = [*range(0, order.size, order.block_size), order.size]
-    else:
-        bounds = [0, *itertools.accumulate(order.block_size)]
-    blocks = [list(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
-    blocks = [blocks[i] for i in reference_permutation(len(blocks), extend_key(key, 0))]
-    half = max(1, order.window // 2)
-    cuts = [0]
-    for first in range(0, len(blocks), half):
-        cuts.append(cuts[-1] + sum(len(block) for block in blocks[first : first + half]))
-    samples = shuffled_within(cuts, list(itertools.chain(*blocks)), extend_key(key, 1))
-    if order.window == 1:
-        return samples
-    middles = [(start + stop) // 2 for start, stop in itertools.pairwise(cuts)]
-    return shuffled_within([0, *middles, cuts[-1]], samples, extend_key(key, 2))
-
-
-def shuffled_within(cuts: list[int], samples: list[int], key: int) -> list[int]:
-    result = []
-    for window, (start, stop) in enumerate(itertools.pairwise(cuts)):
-        offsets = reference_permutation(stop - start, reference_keys(key, range(window, window + 1))[0])
-        result += [samples[start + offset] for offset in offsets]
-    return result
-
-
-@pytest.mark.parametrize("size", [0, 1, 2, 7, 1000, 65536, 65537, 70001])
-def test_shuffled_is_the_reference(size: int) -> None:
-    key = derive_key(int.from_bytes(b"shuffled", "big"), 9, 4, size)
-    assert Shuffled(size).epoch(9, 4)[:].tolist() == reference_permutation(size, key)
-
-
-@pytest.mark.parametrize("size", HUGE)
-def test_huge_shuffled_is_the_reference_and_its_inverse_leads_back(size: int) -> None:
-    reference = ReferenceFeistel(size, derive_key(int.from_bytes(b"shuffled", "big"), 9, 4, size))
-    shuffled = Shuffled(size).epoch(9, 4)
-    for start in (0, size // 3, size - 500):
-        for position, index in enumerate(shuffled[start : start + 500].tolist(), start):
-            assert reference.walk(position, reference.forward) == index
-            assert reference.walk(index, reference.backward) == position
-
-
-@pytest.mark.parametrize(
-    "order",
-    [
-        Windowed(1, 1, 1),
-        Windowed(10, 3, 2),
-        Windowed(103, 10, 1),
-        Windowed(103, 10, 5),
-        Windowed(103, 10**30, 5),
-        Windowed(5000, 1, 2),
-        Windowed(5003, 16, 10**20),
-        Windowed(200007, 40000, 4),
-        Windowed(50, (0, 0, 20, 0, 1, 29, 0), 2),
-        Windowed(75000, (1,) * 4000 + (70000,) + (10,) * 100, 6),
-    ],
-    ids=lambda order: order.describe(),
-)
-def test_windowed_is_the_reference(order: Windowed) -> None:
-    windowed = order.epoch(9, 4)
-    expected = reference_windowed(order, 9, 4)
-    assert windowed[:].tolist() == expected
-    batches = [windowed[start : min(start + 32, order.size)] for start in range(0, order.size, 32)]
-    assert np.concatenate(batches).tolist() == expected
-
-
-# ----------------------------------------------------------------------------------------------------
 # Exact: every sample once, however the epoch is cut.
 
 
@@ -290,29 +157,16 @@ def test_windowed_over_variable_blocks_has_every_sample_once(
     assert_every_sample_once(Windowed(sum(sizes), tuple(sizes), window), seed, epoch)
 
 
-@pytest.mark.parametrize("order", [Windowed(300_007, 1000, 16), Windowed(1_500_007, 100_000, 4)])
-def test_long_windows_have_every_sample_once(order: Windowed) -> None:
-    assert_every_sample_once(order, 3, 1)
-
-
 ANY_SIZE = st.integers(1, 10**15)
 
 
 @settings(max_examples=1000 if CHAOS else 60, deadline=None, derandomize=True)
 @given(ANY_SIZE, st.floats(0, 1), SEEDS, EPOCHS)
-def test_shuffled_is_a_bijection_of_any_size(size: int, place: float, seed: int, epoch: int) -> None:
-    """An inverse leads from any index back to its position, so no index has two, and what is in range has all."""
+def test_shuffled_repeats_nothing_at_any_size(size: int, place: float, seed: int, epoch: int) -> None:
     start = min(int(place * size), size - 1)
-    shuffled = Shuffled(size).epoch(seed, epoch)
-    indices = shuffled[start : min(start + 100, size)].tolist()
-    assert len(indices) == min(100, size - start)
-    if size <= 65536:
-        assert sorted(shuffled[:].tolist()) == list(range(size))
-        return
-    reference = ReferenceFeistel(size, derive_key(int.from_bytes(b"shuffled", "big"), seed, epoch, size))
-    for position, index in enumerate(indices, start):
-        assert 0 <= index < size
-        assert reference.walk(index, reference.backward) == position
+    indices = Shuffled(size).epoch(seed, epoch)[start : min(start + 500, size)]
+    assert indices.min() >= 0 and indices.max() < size
+    assert np.unique(indices).size == indices.size == min(500, size - start)
 
 
 @settings(max_examples=1000 if CHAOS else 60, deadline=None, derandomize=True)
@@ -342,10 +196,10 @@ CUT_ORDERS: list[Order] = [
     Windowed(200_003, 50_000, 4),
     Windowed(100_003, (3,) + (0, 1000) * 100, 6),
 ]
-CUT_IDS = [order.describe() + f" of {order.size}" for order in CUT_ORDERS]
+cut = pytest.mark.parametrize("order", CUT_ORDERS, ids=lambda order: f"{order.describe()} of {order.size}")
 
 
-@pytest.mark.parametrize("order", CUT_ORDERS, ids=CUT_IDS)
+@cut
 def test_slices_agree_however_they_are_cut(order: Order) -> None:
     whole = order.epoch(1, 2)[:]
     random = np.random.default_rng(0)
@@ -359,7 +213,7 @@ def test_slices_agree_however_they_are_cut(order: Order) -> None:
         assert np.array_equal(shared[start:stop], whole[start:stop])
 
 
-@pytest.mark.parametrize("order", CUT_ORDERS, ids=CUT_IDS)
+@cut
 @pytest.mark.parametrize("stride", [32, 33, 256, 10_000, 70_000])
 def test_the_part_of_a_rank_agrees_with_the_whole(order: Order, stride: int) -> None:
     whole = order.epoch(1, 2)[:]
@@ -371,7 +225,7 @@ def test_the_part_of_a_rank_agrees_with_the_whole(order: Order, stride: int) -> 
     assert np.array_equal(epoch[0:32], whole[0:32])
 
 
-@pytest.mark.parametrize("order", CUT_ORDERS, ids=CUT_IDS)
+@cut
 def test_an_epoch_cannot_be_changed_through_what_it_returns(order: Order) -> None:
     epoch = order.epoch(1, 2)
     before = epoch[0:64].tolist()
@@ -381,7 +235,7 @@ def test_an_epoch_cannot_be_changed_through_what_it_returns(order: Order) -> Non
     assert epoch[0:64].tolist() == before
 
 
-@pytest.mark.parametrize("order", CUT_ORDERS, ids=CUT_IDS)
+@cut
 def test_orders_and_their_epochs_can_be_pickled(order: Order) -> None:
     epoch = order.epoch(1, 2)
     expected = epoch[100:132].tolist()
@@ -418,11 +272,6 @@ def test_all_permutations_are_equally_frequent(size: int) -> None:
     assert_uniform(count_permutations(size, [order.epoch(0, epoch) for epoch in range(trials)]))
 
 
-def test_all_permutations_are_equally_frequent_in_a_window_over_everything() -> None:
-    order = Windowed(4, 1, 100)
-    assert_uniform(count_permutations(4, [order.epoch(seed, 0) for seed in range(3000)]))
-
-
 LARGE = [1000, 65536, 65537, 100_003, 2**17, 10**6, 10**9, 10**12]
 
 
@@ -445,16 +294,6 @@ def test_every_position_holds_every_value_equally_often(size: int) -> None:
     shares = np.diff(np.ceil(np.arange(65) * size / 64)) / size
     for table in tables:
         assert_uniform(table, table.sum(axis=1, keepdims=True) * shares)
-
-
-@pytest.mark.parametrize("size", [size for size in LARGE if size > 1000])
-def test_low_digits_are_uniform(size: int) -> None:
-    for modulus in (2, 16, 27):
-        counts = np.zeros(modulus, dtype=np.int64)
-        for seed in range(200):
-            counts += np.bincount(Shuffled(size).epoch(seed, 1)[1000:2000] % modulus, minlength=modulus)
-        shares = np.bincount(np.arange(size % modulus), minlength=modulus) + size // modulus
-        assert_uniform(counts, counts.sum() * shares / size)
 
 
 def assert_unrelated(first: Indices, second: Indices, size: int) -> None:
@@ -484,46 +323,6 @@ def test_neighbours_epochs_and_seeds_are_unrelated(size: int) -> None:
             second.setdefault(name, []).append(order.epoch(other_seed, other_epoch)[:length])
     for name in first:
         assert_unrelated(np.concatenate(first[name]), np.concatenate(second[name]), size)
-
-
-def pair_statistic(size: int, distance: int, seeds: int) -> float:
-    """p-value of the distances between the samples at positions ``p`` and ``p + distance``, over all p."""
-    counts = np.zeros(64, dtype=np.int64)
-    for seed in range(seeds):
-        indices = Shuffled(size).epoch(seed, 0)[:]
-        counts += np.bincount(bins((indices[distance:] - indices[:-distance]) % size, size, 64), minlength=64)
-    # A distance of 0 cannot occur; the bins' sizes differ by one at most.
-    sizes = np.diff(np.ceil(np.arange(65) * size / 64))
-    sizes[0] -= 1
-    return float(stats.chisquare(counts, counts.sum() * sizes / sizes.sum())[1])
-
-
-@pytest.mark.parametrize("rounds", [4, 8])
-def test_the_rounds_of_the_network_are_enough(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Columns of the smallest networks are 256 wide, where positions differ in the higher part only."""
-    monkeypatch.setattr(permutations.Feistel, "ROUNDS", rounds)
-    for size in (65537, 100_003):
-        p_value = pair_statistic(size, 256, seeds=60)
-        if rounds == 4:
-            assert p_value < 1e-12
-        else:
-            assert_plausible(p_value)
-
-
-@pytest.mark.parametrize("size", [1000, 65537, 100_003])
-def test_fixed_points_and_successors_are_as_frequent_as_by_chance(size: int) -> None:
-    trials = 150
-    fixed = successors = descents = 0
-    for seed in range(trials):
-        indices = Shuffled(size).epoch(seed, 0)[:]
-        fixed += int((indices == np.arange(size)).sum())
-        successors += int((np.diff(indices) == 1).sum())
-        descents += int((np.diff(indices) < 0).sum())
-    # Each count is close to a Poisson number with mean 1 an epoch; descents have variance (size + 1) / 12.
-    for count in (fixed, successors):
-        assert_plausible(float(stats.poisson.cdf(count, trials)))
-    deviation = (descents - trials * (size - 1) / 2) / math.sqrt(trials * (size + 1) / 12)
-    assert_plausible(float(stats.norm.cdf(deviation)))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -599,30 +398,6 @@ def test_samples_move_no_further_than_stated(order: Windowed) -> None:
         assert (-moves < lengths[window] + before).all()
 
 
-def test_samples_of_a_half_window_spread_evenly_over_both_its_borders() -> None:
-    order = Windowed(16_000, 100, 8)  # 40 half windows of 400 samples
-    spread = np.zeros(16, dtype=np.int64)
-    for seed in range(20):
-        places, _ = places_in_block_sequence(order, seed)
-        origin = places[order.epoch(seed, 0)[:]] // 400
-        inner = (origin > 0) & (origin < 39)
-        spread += np.bincount(((np.arange(16_000) - origin * 400 + 200) // 50)[inner], minlength=16)
-    assert_uniform(spread)
-
-
-def test_windowed_neighbours_come_from_unrelated_blocks() -> None:
-    """Inside, two successive samples share a block as often as two random ones of the blocks in reach."""
-    order = Windowed(64_000, 100, 16)
-    same = total = 0
-    for seed in range(5):
-        blocks = order.epoch(seed, 0)[:] // 100
-        same += int((blocks[1:] == blocks[:-1]).sum())
-        total += blocks.size - 1
-    # Near a shifted window's end as near its middle, half of the samples come from each of 2 * 8 blocks.
-    share = 99 / 1599
-    assert abs(same - total * share) < 5 * math.sqrt(total * share)
-
-
 def test_blocks_are_shuffled() -> None:
     table = np.zeros((8, 8), dtype=np.int64)
     for seed in range(1600):
@@ -631,18 +406,11 @@ def test_blocks_are_shuffled() -> None:
     assert_uniform(table)
 
 
-def test_the_short_block_takes_every_place() -> None:
-    places = np.zeros(8, dtype=np.int64)
-    for seed in range(1600):
-        places[np.flatnonzero(Windowed(71, 10, 1).epoch(seed, 0)[:] == 70)[0] // 10] += 1
-    assert_uniform(places)
-
-
 # ----------------------------------------------------------------------------------------------------
 # Cheap
 
 
-@pytest.mark.parametrize("size", HUGE)
+@pytest.mark.parametrize("size", [10**9, 10**12, MAXIMUM_SIZE])
 @pytest.mark.parametrize(
     "make",
     [Sequential, Shuffled, lambda size: Windowed(size, 1024, 16), lambda size: Windowed(size, 10**6, 1000)],
