@@ -290,6 +290,17 @@ def test_every_link_leads_somewhere() -> None:
     assert found > 100
 
 
+def test_every_file_that_a_page_names_is_there() -> None:
+    folders = "adapters|benchmarks|core|examples|scripts|tests"
+    found = {
+        (page.name, name)
+        for page in PAGES
+        for name in re.findall(rf"(?<![\w/.(])((?:{folders})/[\w/.]*\w)(?![\w<])", page.read_text(encoding="utf-8"))
+    }
+    assert len(found) > 20
+    assert not {(page, name) for page, name in found if not (ROOT / name).exists()}
+
+
 def navigation() -> list[Path]:
     """The pages of the site."""
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2].partition("\nnot_in_nav")[0]
