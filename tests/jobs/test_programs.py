@@ -32,7 +32,6 @@ from support.places import ROOT
 PROGRAMS = Path(__file__).parent / "programs"
 MODULES = ("torch._dynamo", "torch.distributed.fsdp")  # which the first optimizer imports, in a second and a half
 PAGE = ROOT / "docs" / "trainers.md"
-LONG = bool(os.environ.get("MIDEPOCH_CHAOS"))
 Event = list[Any]
 Kill = tuple[str, int]
 

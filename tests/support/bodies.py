@@ -205,11 +205,6 @@ def ahead(source: Iterable[Any], count: int) -> Iterator[tuple[Any, int]]:
         yield taken.pop(0), len(taken)
 
 
-def _numbers() -> Iterator[Any]:
-    for index in range(7):
-        yield index, random.random()
-
-
 def its_own_state(make: Make, log: Log, epochs: int) -> None:
     train = midepoch.wrap(StatefulDataLoader(sources.Noisy(14), batch_size=4, shuffle=True), seed=2)
     snapshot = make(log=log, train=train)

@@ -231,17 +231,6 @@ class BatchBefore:
         return batch if before is None or len(before) != len(batch) else (batch + before) / 2
 
 
-class Calls:
-    """Grows stronger with each call."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, batch: Any) -> Any:
-        self.calls += 1
-        return torch.as_tensor(batch) * self.calls
-
-
 def from_entropy(samples: list[int]) -> Any:
     return torch.tensor(samples) + torch.from_numpy(np.random.default_rng().normal(size=len(samples)))
 

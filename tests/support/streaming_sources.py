@@ -135,21 +135,6 @@ class Drawing(StreamingDataset):
         return {**super().__getitem__(at), "drawn": np.array(drawn)}
 
 
-class DrawingLate(StreamingDataset):
-    """Makes a generator when it has read some samples."""
-
-    def __init__(self, late: int, **keywords: Any) -> None:
-        super().__init__(**keywords)
-        self.reads, self.late = 0, late
-        self.made: random.Random | None = None
-
-    def __getitem__(self, at: Any) -> Any:
-        self.reads += 1
-        if self.reads > self.late and self.made is None:
-            self.made = random.Random()
-        return {**super().__getitem__(at), "drawn": 0.0 if self.made is None else self.made.random()}
-
-
 class DrawingLower(StreamingDataset):
     """The same in the method below."""
 

@@ -96,4 +96,3 @@ def torchdata(num_workers: int = 0, seed: int | None = SEED, size: int = SIZE) -
     return _wrap(own_state_sources.torchdata(num_workers, seed, size), 0, 1, seed)
 
 
-MAKERS = {each.__name__: each for each in (map_style, exposing, replayed, listed, carried, torchdata)}

@@ -74,16 +74,6 @@ class CountsPasses(Sampler[int]):
         return iter(random.Random(self.epoch).sample(range(self.size), self.size))
 
 
-class Images(Dataset[torch.Tensor]):
-    side = 2
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((self.side,), float(index))
-
-
 class Chunks(IterableDataset[torch.Tensor]):
     """Exposes its sampler. `given` is what comes of an index; `more` follows after the last."""
 

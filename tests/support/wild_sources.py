@@ -136,16 +136,6 @@ class SameRounds(TrainingSampler):
             yield from torch.randperm(self._size, generator=generator).tolist()
 
 
-class Blocks(TrainingSampler):
-    """Ranks do not take turns: each has a block of every round."""
-
-    def __iter__(self) -> Iterator[int]:
-        part = self._size // self._world_size
-        for place, index in enumerate(self._rounds()):
-            if place % self._size // max(part, 1) == self._rank:
-                yield index
-
-
 # --- finite samplers ---
 
 
