@@ -38,7 +38,8 @@ class LoopChanges:
     means something in one process alone, as paths and addresses do, or what only appears, as a cache does.
 
     Attributes:
-        since_saved: a loaded state names an attribute that had another value when the next pass began.
+        since_saved: when the next pass began, an attribute had another value than a loaded state names, or than at the
+            load.
     """
 
     def __init__(self, adapter: Adapter) -> None:
@@ -49,6 +50,7 @@ class LoopChanges:
         self._held: _Look | None = None  # by the readers of this epoch, of all attributes; None before the first pass
         self._by_reading: set[str] = set()
         self._told: set[str] = set()  # of those, what moves from pass to pass
+        self._was_loaded = False  # since the last pass
         self.since_saved = False
 
     def start_as(self, other: LoopChanges) -> None:
@@ -56,9 +58,11 @@ class LoopChanges:
         self._known, self._expected = dict(other._known), dict(other._expected)
 
     def expect(self, text: str) -> None:
-        """Compare with the `text` of a loaded state when the next pass begins."""
+        """Compare with the `text` of a loaded state when the next pass begins, and with what is held now."""
         self._known = parse(text)
-        self._expected, self._held = {path: value for path, value in self._known.items() if path != _REST}, None
+        self._expected = {path: value for path, value in self._known.items() if path != _REST}
+        self._roots = self._named()
+        self._held, self._was_loaded = self._look(), True
 
     def opened(self, inside: bool) -> None:
         """A session was opened. `inside`: within an epoch, so what its readers had is known."""
@@ -67,6 +71,8 @@ class LoopChanges:
         self.since_saved = any(_of(look, path) != value for path, value in self._expected.items())
         if inside and self.since_saved:
             self._warn(look)
+        if self._was_loaded:  # what the loop has set since the load, it has set for this pass
+            self.since_saved, self._was_loaded = self.since_saved or bool(_differing(self._held or {}, look)), False
         self._expected = {}
         if self._held is not None:
             moved = _differing(self._held, look)

@@ -154,7 +154,8 @@ class Streams:
         self._roots = roots
         self._owned: list[OwnedGenerator] | None = None
         self._warned: set[str] = set()  # paths
-        self._later: list[OwnedGenerator] = []  # found when this pass began, and not before
+        self._later: list[OwnedGenerator] = []  # found when this pass began, or later in it, and not before
+        self._until_look = self._between_looks = 0  # batches, in a worker process
         self._globals = GlobalGenerators()
         self._devices = DeviceGenerators() if devices else None
         self._rest_key = 0
@@ -213,6 +214,8 @@ class Streams:
         if not self.first:
             return False
         self.first = False
+        if get_worker_info() is not None:  # which may end with the pass, and never come to the next one
+            self._until_look, self._between_looks = 2, 1
         before, late = self._owned or [], []
         self._search(more)
         if self._later:
@@ -225,6 +228,23 @@ class Streams:
         else:
             self._owned = before
         return bool(late) or (self._devices is not None and self._devices.late)
+
+    def _look_again(self) -> None:
+        """Look for generators that samples have made since the last look: after the second batch, the fourth and so on.
+
+        They are seeded from now on.
+        """
+        before, later = self._owned or [], self._later
+        self._between_looks *= 2
+        self._until_look = self._between_looks
+        self._search(())
+        if later:
+            self._warn_of_later()
+        known = {id(each.generator) for each in before} | {each.path for each in before}
+        self._later = [each for each in self._owned or [] if not {id(each.generator), each.path} & known]
+        self._owned = [*before, *self._later]
+        if self._later:
+            self._until_look = 1  # are they still there?
 
     def _warn_of_later(self) -> None:
         """Warn of each generator that samples made in the pass before this one, and that they still use.
@@ -298,6 +318,9 @@ class Streams:
                 if before and not before & used:
                     self.kept = True
                 if not (missed or (self.first and self.made_late())):
+                    self._until_look -= 1
+                    if not self._until_look:
+                        self._look_again()
                     return batch
             if again is not None:
                 call = again()

@@ -101,7 +101,7 @@ def test_a_step_at_which_nothing_is_due_is_one_call(tmp_path: Path, in_flight: i
         for _ in snapshot.epochs(1):
             for _ in loader:
                 counted = every_call_of(lambda: snapshot.step(in_flight))
-                if snapshot.steps in (1, 900):
+                if snapshot.steps in (1, 2, 900):  # the second one tells how many batches a step takes
                     assert counted["_act"] == 1 and sum(counted.values()) > 5, "it looks whether something is due"
                 else:
                     assert counted["step"] >= 1 and sum(counted.values()) <= most, counted

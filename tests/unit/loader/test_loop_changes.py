@@ -232,8 +232,8 @@ def test_data_that_the_loop_renews_are_not_called_others(renewed: bool, recwarn:
     next(iter(again))
     assert not recwarn.list
     if not renewed:
-        again.load_state_dict(state)
         again.source.dataset.data += 5
+        again.load_state_dict(state)
         with pytest.warns(MidepochWarning, match="is not bit for bit"):
             next(iter(again))
 

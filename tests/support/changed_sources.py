@@ -1,0 +1,262 @@
+"""Programs whose loop changes the data, or whose data or samplers remember something: a `Row` each."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import midepoch
+from midepoch import Loader
+
+SIZE, BATCH, EPOCHS = 24, 4, 3
+
+
+class Augmented(Dataset[torch.Tensor]):
+    """Each sample has its number, the data's version, and with probability `p` a number that was drawn."""
+
+    def __init__(self) -> None:
+        self.p, self.mosaic, self.epoch, self.version = 0.9, True, 0, 0
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def close_mosaic(self) -> None:
+        self.mosaic = False
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        drawn = random.random() if random.random() < self.p else 0.0
+        mixed = float(np.random.rand()) if self.mosaic else 0.0
+        return torch.tensor([index + 1000.0 * self.version, drawn * (1 + self.epoch), mixed], dtype=torch.float64)
+
+
+class TellsTheEpoch(Sampler[int]):
+    """Tells the dataset its epoch when it is asked for its iterator."""
+
+    def __init__(self, dataset: Augmented) -> None:
+        self.dataset, self.epoch = dataset, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.dataset.set_epoch(self.epoch)
+        return iter(torch.randperm(SIZE).tolist())
+
+    def __len__(self) -> int:
+        return SIZE
+
+
+class Remembers(Sampler[int]):
+    """Begins with what it has given last in the pass before."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        order = self.seen[::-1][: SIZE // 2]
+        order += [each for each in torch.randperm(SIZE).tolist() if each not in order]
+        self.seen = order
+        return iter(order)
+
+    def __len__(self) -> int:
+        return SIZE
+
+
+class StartsLater(Sampler[int]):
+    """Has a start index that is used once."""
+
+    def __init__(self) -> None:
+        self.start = 6
+
+    def __iter__(self) -> Iterator[int]:
+        start, self.start = self.start, 0
+        return iter(range(start, SIZE))
+
+    def __len__(self) -> int:
+        return SIZE - self.start
+
+
+class Reseeds(Augmented):
+    """Seeds python's generator where a process notices a new epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now: torch.Tensor = torch.zeros(1).share_memory_()  # type: ignore[no-untyped-call]
+        self.noticed = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.now.fill_(epoch)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.noticed < int(self.now):
+            self.noticed = int(self.now)
+            random.seed(self.noticed)
+        return super().__getitem__(index)
+
+
+class Mosaic(Augmented):
+    """Each sample has something of those that its process has read before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer: list[float] = []
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.buffer = [*self.buffer[-7:], float(index)]
+        return torch.tensor([float(index), random.choice(self.buffer)])
+
+
+class MakesLate(Augmented):
+    """Makes a generator when a sample first needs it, from the second epoch on."""
+
+    generator: np.random.Generator | None = None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if not self.epoch or index % 4 != 3:
+            return torch.tensor([float(index), 0.0])
+        if self.generator is None:
+            self.generator = np.random.default_rng()
+        return torch.tensor([float(index), self.generator.random()])
+
+
+class DrawsInLoad(IterableDataset[Any]):
+    """Saves the samples that it holds back as indices, and reads them again when it is loaded."""
+
+    def __init__(self) -> None:
+        self.at, self.held, self.resumed = 0, list[Any](), False
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if not self.resumed:
+            self.at, self.held = first, []
+        self.resumed = False
+        while self.at < SIZE or self.held:
+            while self.at < SIZE and len(self.held) < 3:
+                self.held.append(read(self.at))
+                self.at += step
+            yield self.held.pop(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "held": [index for index, _ in self.held]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.held, self.resumed = state["at"], [read(index) for index in state["held"]], True
+
+
+def read(index: int) -> tuple[int, float]:
+    return index, round(random.random(), 6)
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class Shuffles(IterableDataset[torch.Tensor]):
+    """Shuffles anew in each epoch, by python's generator."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        worker = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for number in random.sample(range(first, SIZE, step), SIZE // step):
+            yield torch.tensor([number, random.randrange(1000)])
+
+
+class Row(NamedTuple):
+    """A program.
+
+    Attributes:
+        make: the source, with these keywords for its DataLoader.
+        before: what the loop does before the pass of an epoch.
+        after: what it does after a batch, given the number of batches of the run so far.
+        says: what is said by the save where a resume is not exact, or by the resume if this begins with "resume: ".
+            Empty: every resume is exact, and nothing is said.
+        here: the same without worker processes, if that is another.
+        options: for `midepoch.wrap`.
+    """
+
+    make: Callable[..., Any]
+    before: Callable[[Loader, int], None] = lambda loader, epoch: None
+    after: Callable[[Loader, int], None] = lambda loader, step: None
+    says: str = ""
+    here: str | None = None
+    options: dict[str, Any] = {}  # noqa: RUF012  # never changed
+
+
+def loading(kind: Callable[[], Any], sampler: Callable[[], Any] | None = None) -> Callable[..., Any]:
+    """A function that makes a DataLoader of such a dataset, shuffled by torch or by such a sampler."""
+
+    def make(**workers: Any) -> Any:
+        if sampler is None:
+            return DataLoader(kind(), BATCH, shuffle=True, **workers)
+        return DataLoader(kind(), BATCH, sampler=sampler(), **workers)
+
+    return make
+
+
+def told_by_its_sampler(**workers: Any) -> Any:
+    dataset = Augmented()
+    return DataLoader(dataset, BATCH, sampler=TellsTheEpoch(dataset), **workers)
+
+
+def ends_it(loader: Loader, epoch: int) -> None:
+    loader.dataset.p = 0.9 if epoch < 1 else 0.0
+
+
+def closes(loader: Loader, epoch: int) -> None:
+    if epoch >= 1:
+        loader.dataset.close_mosaic()
+
+
+def sets_the_epoch(loader: Loader, epoch: int) -> None:
+    loader.dataset.set_epoch(epoch)
+
+
+def renews(loader: Loader, epoch: int) -> None:
+    loader.dataset.version = epoch
+
+
+def follows_the_step(loader: Loader, step: int) -> None:
+    loader.dataset.p = 0.9 - step / 40
+
+
+ROWS = {
+    "a probability ends": Row(loading(Augmented), ends_it),
+    "close_mosaic": Row(loading(Augmented), closes),
+    "set_epoch": Row(loading(Augmented), sets_the_epoch),
+    "a sampler tells the epoch": Row(told_by_its_sampler),
+    "a probability follows the step": Row(
+        loading(Augmented), after=follows_the_step, says="resume: dataset.p was", here=""
+    ),
+    "data are renewed": Row(loading(Augmented), renews),
+    "a sample reseeds": Row(loading(Reseeds), sets_the_epoch, says="two reads of sample"),
+    "a mosaic": Row(loading(Mosaic), says="two reads of sample"),
+    "a sampler that remembers": Row(loading(Augmented, Remembers)),
+    "a start that is used once": Row(loading(Augmented, StartsLater)),
+    "a load that draws": Row(
+        lambda **workers: DataLoader(DrawsInLoad(), batch_size=None, collate_fn=as_it_is, **workers),
+        says="resume: the state of this DrawsInLoad does not lead to the batch",
+        here="load_state_dict of this DrawsInLoad draws",
+        options={"shard": False},
+    ),
+    "a StatefulDataLoader shuffles": Row(
+        lambda **workers: StatefulDataLoader(Shuffles(), BATCH, **workers), options={"shard": False}
+    ),
+    "a generator is made late": Row(
+        loading(MakesLate), sets_the_epoch, says="resume: a random generator (MakesLate.generator)"
+    ),
+}
+
+
+def loader_of(row: Row, workers: int, kept: bool) -> Loader:
+    source = row.make(num_workers=workers, persistent_workers=kept)
+    return midepoch.wrap(source, seed=3, **row.options)
