@@ -19,7 +19,7 @@ except ModuleNotFoundError:  # `main` says how to install it
 else:
     _has_typer = True
 
-__all__ = ["check", "inspect", "main"]
+__all__ = ["check", "inspect", "main", "trace"]
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
     ) -> None:
         """Makes any data iterable resume in the middle of an epoch."""
 
-    for command in (check, inspect):
+    for command in (check, inspect, trace):
         app.command()(command)
     app(prog_name="midepoch")
 
@@ -190,4 +190,52 @@ def inspect(
     else:
         shown.show_contents(contents)
     if contents.problems or any(entry.problem for entry in contents.states):
+        raise typer.Exit(DIFFERENT)
+
+
+def trace(
+    path: Annotated[Path, typer.Argument(help="A snapshot of Snapshot(..., ledger=True), or its folder.")],
+    step: Annotated[int | None, typer.Option(help="What this step was trained on; counted from 1.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Of this rank only.")] = None,
+    sample: Annotated[int | None, typer.Option(help="The steps and ranks that this index was given to.")] = None,
+    loader: Annotated[str | None, typer.Option(help="Of this loader only, by its name in the snapshot.")] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            help="package.module:name or file.py:name of the loader, or of a function that builds it; for --out, and "
+            "for orders that are a sampler's own."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --step and --source: a file to write its batches to, by rank.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show which samples a step of a run was trained on, or which steps were given a sample.
+
+    It is computed from the ledger beside the snapshot. Steps that were taken back count as they were made again.
+    Without --step and --sample, the ledger's entries are shown. What --out writes is bit-equal to what the ranks were
+    given, random augmentations included: `torch.load(out, weights_only=False)[rank]` is a list of batches.
+
+    Exit status: 0; 1 if the ledger is damaged (what is sound is shown); 2 if it does not say, or cannot be read.
+    """
+    require("cli", "rich", "tqdm")
+    import json
+
+    from ..errors import MidepochError
+    from . import trace as tracing
+    from .shown import printable
+    from .targets import TargetError
+
+    if step is not None and sample is not None:
+        fail("--step and --sample are two questions: ask one of them")
+    if out is not None and (step is None or source is None):
+        fail("--out writes the batches of a step: it needs --step and --source")
+    try:
+        answer = tracing.trace(path, step, rank, sample, loader, source, out)
+    except (MidepochError, TargetError, TypeError, ValueError, OSError) as error:
+        fail(printable(str(error)))
+    for line in [json.dumps(answer, default=repr)] if as_json else map(printable, tracing.as_text(answer)):
+        print(line)
+    if answer["problems"]:
         raise typer.Exit(DIFFERENT)

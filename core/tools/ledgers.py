@@ -88,7 +88,7 @@ def read_ledger(path: Path) -> Ledger:
         end = count["start"]
         starts.append(end)
         count = count.get("continues") if segment.header is None else segment.header["continues"]
-    stretches.sort(key=lambda each: each[:2])
+    stretches.sort(key=lambda each: (each.first, each.last, each.entry.loader))
     return Ledger(newest.path, content["steps"], tuple(stretches), tuple(starts), tuple(problems))
 
 

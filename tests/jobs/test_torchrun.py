@@ -15,6 +15,7 @@ import pytest
 import torch
 import torchrun_job
 
+from midepoch.tools.trace import trace
 from support import forking
 
 MODULES = ("torch.distributed.run", "torch._dynamo")  # the first optimizer imports the second, for a second and a half
@@ -123,6 +124,39 @@ def test_a_signal_to_one_process_ends_all_after_the_same_batch(
     assert global_batches(tmp_path) == uninterrupted
     draws = [event["own"] for event in events(tmp_path) if event.get("step") == left[0] + 1]
     assert len(draws) == 3 and len({tuple(draw) for draw in draws}) == 3
+
+
+def test_a_ledger_says_what_killed_ranks_were_trained_on(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2, "--every=3", "--pause=0.05")
+    wait_for(lambda: sum("step" in each for each in events(tmp_path)) > 15, job)
+    for pid in pids(tmp_path, 2).values():
+        os.kill(pid, signal.SIGKILL)
+    job.wait()
+    job = Job(tmp_path, 3)
+    output = job.wait()
+    assert job.process.returncode == 0, output
+    trained_on: dict[int, dict[int, Any]] = {}
+    for event in events(tmp_path):
+        if "step" in event:
+            before = trained_on.get(event["step"], {})
+            survives = event["world_size"] == 3 or event["step"] <= job_resumed_at(tmp_path)
+            trained_on[event["step"]] = {**before, event["rank"]: event["batch"]} if survives else before
+    assert len(trained_on) == 40 and 0 < job_resumed_at(tmp_path) < 12
+    for step, expected in trained_on.items():
+        (answer,) = trace(tmp_path, step)["loaders"]
+        told = {rank["rank"]: [batch["indices"] for batch in rank["batches"]] for rank in answer["ranks"]}
+        assert told == {rank: [[int(sample[0]) for sample in batch]] for rank, batch in expected.items()}, step
+    source = f"{torchrun_job.__file__}:source"
+    for step in (1, job_resumed_at(tmp_path) + 1, 40):
+        trace(tmp_path, step, source=source, out=tmp_path / f"{step}.pt")
+        found = torch.load(tmp_path / f"{step}.pt", weights_only=False)
+        assert {rank: batch.tolist() for rank, (batch,) in found.items()} == trained_on[step], "bit for bit"
+
+
+def job_resumed_at(folder: Path) -> int:
+    """The steps after which the latest start has gone on."""
+    found: int = [event["steps"] for event in events(folder) if "pid" in event][-1]
+    return found
 
 
 def test_a_state_of_which_each_rank_knows_its_part(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Noisy(Dataset[torch.Tensor]):
         return torch.tensor([index, random.random(), float(np.random.rand()), float(torch.rand(()))])
 
 
-def source(batch_size: int, own: bool) -> Any:
+def source(batch_size: int, own: bool = False) -> Any:
     """A DataLoader, or a loader with a state of its own, of which each rank knows only its part."""
     if not own:
         return DataLoader(Noisy(), batch_size=batch_size, shuffle=True)
@@ -84,8 +84,9 @@ def train(options: argparse.Namespace, distributed: bool) -> None:
     trained = DistributedDataParallel(model, find_unused_parameters=True) if shared else model
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     snapshot = midepoch.Snapshot(
-        options.folder / "snapshot.pt", every=options.every, model=trained, optimizer=optimizer, data=loader
-    )
+        options.folder / "snapshot.pt", every=options.every, ledger=not options.own, model=trained,
+        optimizer=optimizer, data=loader,
+    )  # fmt: skip
     log = Log(options.folder / f"log-{time.time_ns()}-{os.getpid()}")
     log.write(
         pid=os.getpid(), rank=world.rank, world_size=world.world_size, resumed=snapshot.load(), steps=snapshot.steps

@@ -1,0 +1,240 @@
+"""`midepoch trace`: what a step was trained on, bit for bit, and which steps were given a sample."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, WeightedRandomSampler
+
+import midepoch
+from midepoch import MidepochError, World
+from midepoch.tools.trace import trace
+from support import forking
+
+SIZE = 50
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Samples with augmentations from three generators."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, random.random(), np.random.rand(), float(torch.rand(()))])
+
+
+def plain(batch_size: int = 4) -> Any:
+    return DataLoader(Noisy(), batch_size, shuffle=True)
+
+
+def small() -> Any:
+    return DataLoader(Noisy(), 3, shuffle=True)
+
+
+def in_workers() -> Any:
+    return DataLoader(Noisy(), 4, shuffle=True, num_workers=2)
+
+
+def weighted() -> Any:
+    return DataLoader(Noisy(), 4, sampler=WeightedRandomSampler([1.0 + each for each in range(SIZE)], SIZE))
+
+
+def in_batches() -> Any:
+    return DataLoader(Noisy(), batch_sampler=BatchSampler(RandomSampler(range(SIZE)), 7, False))
+
+
+class Reversed(BatchSampler):
+    """A batch sampler of the user's own."""
+
+    def __iter__(self) -> Any:
+        return reversed(list(super().__iter__()))
+
+
+def own_batches() -> Any:
+    return DataLoader(Noisy(), batch_sampler=Reversed(RandomSampler(range(SIZE)), 7, False))
+
+
+def wrapped(rank: int = 0, world_size: int = 1) -> Any:
+    return midepoch.wrap(plain(), seed=5, tail="drop", then=torch.neg, world=World(rank, world_size))
+
+
+def grouped() -> Any:
+    return midepoch.wrap(plain(3), seed=5, global_batch=10)
+
+
+def fails() -> Any:
+    raise RuntimeError("no such disk")
+
+
+def train(path: Path, make: Any, steps: int = 30, ranks: int = 1, **options: Any) -> dict[int, Any]:
+    """Train, and skip on the way. Returns the batches of rank 0 by step."""
+    made = make()
+    loader = made if isinstance(made, midepoch.Loader) else midepoch.wrap(made, seed=5, **options)
+    if ranks > 1:
+        loader.reshard(World(0, ranks))
+    seen: dict[int, Any] = {}
+    with midepoch.Snapshot(path, ledger=True, signals=(), data=loader) as snapshot:
+        while snapshot.steps < steps:
+            for batch in loader:
+                snapshot.step()
+                seen[snapshot.steps] = batch
+                if snapshot.steps == steps:
+                    break
+                if snapshot.steps == 6 and loader.capabilities.skips:
+                    loader.skip(*((30, 35) if loader.unit == "sample" else (3, 4)), epoch=1)
+        snapshot.save()
+    loader.close()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("make", "ranks"),
+    [(plain, 1), (plain, 3), (in_workers, 2), (weighted, 2), (in_batches, 1), (own_batches, 2), (wrapped, 2),
+     (grouped, 2)],
+)  # fmt: skip
+def test_the_batches_of_a_step_bit_for_bit(make: Any, ranks: int, tmp_path: Path) -> None:
+    seen, target = train(tmp_path / "snapshot.pt", make, ranks=ranks), f"{__file__}:{make.__name__}"
+    for step in (1, 5, 14, 20, 30):
+        out = tmp_path / f"{step}.pt"
+        (answer,) = trace(tmp_path, step, source=target, out=out)["loaders"]
+        given = torch.load(out, weights_only=False)
+        assert len(given) == ranks
+        assert torch.equal(given[0][0], seen[step]), step
+        for rank, (batch,) in given.items():
+            told = answer["ranks"][rank]["batches"][0]["indices"]
+            assert batch[:, 0].abs().int().tolist() == told, rank
+
+
+@pytest.mark.parametrize("make", [plain, weighted, own_batches, grouped])
+def test_the_steps_that_were_given_a_sample(make: Any, tmp_path: Path) -> None:
+    seen, target = train(tmp_path / "snapshot.pt", make), f"{__file__}:{make.__name__}"
+    for index in (0, 7, 49):
+        expected = [step for step, batch in seen.items() for each in batch[:, 0].int().tolist() if each == index]
+        answer = trace(tmp_path, sample=index, source=target)
+        assert [each["step"] for each in answer["seen"]] == expected
+        assert trace(tmp_path, sample=index, rank=1, source=target)["seen"] == []
+
+
+def test_a_samplers_own_order_needs_the_source(tmp_path: Path) -> None:
+    train(tmp_path / "snapshot.pt", weighted)
+    with pytest.raises(midepoch.UnsupportedSourceError, match="pass --source"):
+        trace(tmp_path, step=3)
+    with pytest.raises(midepoch.UnsupportedSourceError, match="pass --source"):
+        trace(tmp_path, sample=3)
+
+
+@pytest.mark.parametrize(
+    ("made", "named", "words"),
+    [
+        (plain, "small", "batch_size differs: the run had 4"),
+        (plain, "weighted", "order differs"),
+        (plain, "wrapped", "tail differs: the run had pad"),
+        (plain, "fails", "fails .RuntimeError: no such disk"),
+        (weighted, "plain", "order differs"),
+        (grouped, "small", "seed"),
+    ],
+)
+def test_another_source_is_refused(made: Any, named: str, words: str, tmp_path: Path) -> None:
+    train(tmp_path / "snapshot.pt", made)
+    if made is grouped:
+        words, named = "global_batch differs: the run had 10, .* has None", "alone"
+    with pytest.raises(MidepochError, match=words):
+        trace(tmp_path, 3, source=f"{__file__}:{named}", out=tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
+
+
+def alone() -> Any:
+    return midepoch.wrap(plain(3), seed=5, tail="uneven")
+
+
+def test_of_two_loaders_the_source_is_one(tmp_path: Path) -> None:
+    loaders = {"one": midepoch.wrap(plain(), seed=1), "two": midepoch.wrap(plain(), seed=2)}
+    with midepoch.Snapshot(tmp_path / "snapshot.pt", ledger=True, signals=(), parts=loaders) as snapshot:
+        seen: list[Any] = []
+        for _, batch in zip(*loaders.values(), strict=True):
+            seen.append(batch)
+            snapshot.step()
+            if snapshot.steps == 3:
+                break
+        snapshot.save()
+    assert [each["loader"] for each in trace(tmp_path, 2)["loaders"]] == ["one", "two"]
+    target = f"{__file__}:plain"
+    with pytest.raises(ValueError, match="say with --loader"):
+        trace(tmp_path, 3, source=target, out=tmp_path / "out.pt")
+    trace(tmp_path, 3, loader="two", source=target, out=tmp_path / "out.pt")
+    assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=False)[0][0], seen[2])
+    with pytest.raises(ValueError, match=r"no batch of 'three' was trained on there: .*of one, two"):
+        trace(tmp_path, 3, loader="three")
+
+
+def test_it_takes_milliseconds_at_a_billion_samples(tmp_path: Path) -> None:
+    loader = midepoch.wrap(DataLoader(Noisy(10**9), 64, shuffle=True), seed=1, verify="off")
+    with midepoch.Snapshot(tmp_path / "snapshot.pt", ledger=True, signals=(), data=loader) as snapshot:
+        for _ in zip(range(3), loader, strict=False):
+            snapshot.step()
+        snapshot.save()
+    took = []
+    for _ in range(3):
+        since = time.perf_counter()
+        index = trace(tmp_path, step=2)["loaders"][0]["ranks"][0]["batches"][0]["indices"][5]
+        assert [(each["step"], each["position"]) for each in trace(tmp_path, sample=index)["seen"]] == [(2, 69)]
+        took.append(time.perf_counter() - since)
+    assert min(took) < 0.1, took  # two of them
+
+
+# --- the command ---
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return forking.run(["-m", "midepoch", "trace", *map(str, arguments)], timeout=120)
+
+
+def test_as_people_and_programs_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    train(path, plain, ranks=2)
+    done = command(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "30 steps of" in done.stdout and "steps 1 to 7: data from epoch 0, position 0" in done.stdout
+    done = command(path, "--step", 7, "--rank", 1)
+    (batch,) = trace(tmp_path, 7)["loaders"][0]["ranks"][1]["batches"]
+    assert f"rank 1: epoch 0, positions 49: {batch['indices'][0]}\n" in done.stdout
+    assert "positions 4..7: " in command(path, "--step", 1).stdout
+    done = command(path, "--sample", 3)
+    assert "sample 3 was given" in done.stdout and "epoch 0, position" in done.stdout
+    for question in (["--step", 7], ["--sample", 3], []):
+        assert json.loads(command(path, "--json", *question).stdout)["steps"] == 30
+
+
+def test_exit_statuses(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    train(path, plain)
+    for arguments, words in (
+        ([path, "--step", 31], "step 31 is not of this run"),
+        ([path, "--step", 3, "--rank", 1], "rank 1 did not take part"),
+        ([path, "--step", 3, "--sample", 1], "ask one of them"),
+        ([path, "--step", 3, "--out", tmp_path / "out"], "needs --step and --source"),
+        ([tmp_path / "none"], "is missing"),
+        ([path, "--step", 3, "--source", "nothing:here", "--out", tmp_path / "out"], "cannot be imported"),
+        ([path, "--step", 3, "--source", f"{__file__}:plain", "--out", path], "exists already"),
+    ):
+        done = command(*arguments)
+        assert done.returncode == 2 and words in done.stderr, done
+    (segment,) = (tmp_path / "snapshot.pt.ledger").iterdir()
+    lines = segment.read_bytes().splitlines(keepends=True)
+    segment.write_bytes(b"".join([*lines[:2], lines[2].replace(b"3", b"4", 1), *lines[3:]]))
+    done = command(path, "--step", 3)
+    assert done.returncode == 1 and "line 3 is damaged" in done.stdout and "rank 0" in done.stdout
+    done = command(path, "--step", 29)
+    assert done.returncode == 2 and "line 3 is damaged" in done.stderr
