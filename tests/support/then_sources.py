@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import midepoch
-from support.law_sources import BATCH, SEED, SIZE, Carried, Exposing, GeneratorFunction, Samples, as_it_is
+from support.law_sources import BATCH, SEED, SIZE, GeneratorFunction, Samples, as_it_is
 
 
 class Work(torch.nn.Module):
@@ -55,14 +55,6 @@ def map_style(
     return _wrap(loader, rank, world_size, seed)
 
 
-def exposing(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SIZE, read_log: str | None = None,
-) -> Any:  # fmt: skip
-    loader = DataLoader(Exposing(size, read_log), batch_size, num_workers=num_workers)
-    return _wrap(loader, rank, world_size, seed)
-
-
 class Rows(GeneratorFunction):
     """Each unit is a batch of one row."""
 
@@ -75,18 +67,6 @@ def replayed(
     rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: int = SIZE, items: list[Any] | None = None,
 ) -> Any:  # fmt: skip
     return _wrap(Rows(size, items), rank, world_size, seed, shard=True)
-
-
-def listed(
-    rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: int = SIZE, items: list[Any] | None = None,
-) -> Any:  # fmt: skip
-    batches = [torch.tensor([[index]], dtype=torch.float64) for index in range(size)] if items is None else items
-    return _wrap(batches, rank, world_size, seed)
-
-
-def carried(rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: int = SIZE) -> Any:
-    """A source with a state of its own."""
-    return _wrap(Carried(size, rank, world_size), rank, world_size, seed)
 
 
 def torchdata(num_workers: int = 0, seed: int | None = SEED, size: int = SIZE) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 from collections.abc import Iterator
@@ -327,20 +326,6 @@ def test_the_dataset_is_left_as_a_plain_pass_leaves_it(long: dict[int, int]) -> 
         again = (5, 1) if long else (0, 0)  # where it deviates, it is read again from its start up to there
         assert (dataset.read - again[0], dataset.begun - again[1]) == (plainly.read, plainly.begun)
         assert type(dataset.sampler) is RandomSampler
-
-
-def test_peeking_at_the_end_of_a_deviated_epoch_repeats_nothing() -> None:
-    whole = read(make(Documents), 1)[0]
-    loader, got = make(Documents), []
-    batches = iter(loader)
-    while True:
-        with contextlib.suppress(StopIteration):
-            loader.peek()
-        try:
-            got.append(sources.plain(next(batches)))
-        except StopIteration:
-            break
-    assert got == whole
 
 
 def _before_a_peek(loader: Any) -> tuple[dict[str, Any], Any]:

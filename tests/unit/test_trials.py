@@ -9,7 +9,7 @@ import random
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -573,50 +573,3 @@ def test_each_row_is_named_where_a_job_looks_at_nothing(name: str) -> None:
         # What another process reads is not seen in one: that nothing compares it is.
         assert promises["same data"].standing == "believed"
         assert "nothing that tells other data" in promises["same data"].reason
-
-
-class Lazy(Mapping[str, Any]):
-    """Arrays of another library, which are in a file until somebody asks for them."""
-
-    reads = 0
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
-        Lazy.reads += 1
-        return np.zeros(10, dtype)
-
-    def __getitem__(self, key: str) -> Any:
-        return np.asarray(self)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter("ab")
-
-    def __len__(self) -> int:
-        return 2
-
-
-class ReadsLazily:
-    def __init__(self) -> None:
-        self.rows = Lazy()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(6))
-
-
-@pytest.mark.parametrize("kind", ["object", "closure"])
-def test_what_a_source_holds_is_not_read_for_a_trial(kind: str) -> None:
-    held = Lazy()
-    source = ReadsLazily() if kind == "object" else lambda: iter([number for number in range(6) if held is not None])
-    Lazy.reads = 0
-    loader = midepoch.wrap(source, seed=1)
-    assert [list(loader) for _ in range(2)] == [list(range(6))] * 2
-    assert Lazy.reads == 0
-
-
-def test_a_batch_that_no_trial_can_change_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def roll(*_: Any, **__: Any) -> Any:
-        raise TypeError("this type has no kernel for it")
-
-    monkeypatch.setattr(np, "roll", roll)
-    batches = [np.ones(3), np.zeros(3)]
-    loader = midepoch.wrap(batches, seed=1, then=lambda batch: batch + np.random.rand())
-    assert len(list(loader)) == 2

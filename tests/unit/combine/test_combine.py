@@ -448,19 +448,6 @@ def test_peeking_at_the_end_leaves_a_state_that_loads(options: str) -> None:
     assert sources.taken(loader) == epochs[1]
 
 
-def test_batches_in_flight_after_a_cycle_of_unknown_length() -> None:
-    def make() -> Loader:
-        return combine([wrap(["a0", "a1"]), wrap(unknown(5), seed=2)], "weighted", seed=1, until="cycle")
-
-    epochs = passes(make(), 3)
-    loader = make()
-    for epoch in epochs[:2]:
-        list(loader)
-        for in_flight in range(1, 5):
-            fresh = resumed(make(), loader.state_dict(in_flight))
-            assert sources.taken(fresh) == epoch[len(epoch) - in_flight :]
-
-
 # --- failures ---
 
 
@@ -625,43 +612,13 @@ def test_capabilities_are_those_of_all_parts() -> None:
 # --- the laws ---
 
 
-# test_cut_anywhere_it_goes_on_as_if_it_had_not_been has every mode with every kind of part. The laws, in their short
-# form, have what differs in processes and in other worlds: parts that start again, draws by weight, parts within parts,
-# parts whose states each rank knows alone.
+# test_cut_anywhere_it_goes_on_as_if_it_had_not_been has every mode with every kind of part. The laws have what differs
+# in processes and in other worlds: draws by weight, parts within parts, parts whose states each rank knows alone.
 class _Combined(ResumableTests):
     identify: ClassVar[Any] = staticmethod(combine_sources.identify_all)
     quick = True
     parts = 2
     state_bytes = 1024
-
-
-@pytest.mark.long
-class TestMinSize(_Combined):
-    make_loader = staticmethod(combine_sources.min_size)
-    identify = staticmethod(combine_sources.identify_short)
-    shuffled = True
-
-
-@pytest.mark.long
-class TestMaxSize(_Combined):
-    make_loader = staticmethod(combine_sources.max_size)
-    shuffled = True
-
-
-@pytest.mark.long  # the cuts of every mode are tried above, and a cycle inside another combination has the laws
-class TestMaxSizeCycle(_Combined):
-    world_sizes = (1, 2)
-    make_loader = staticmethod(combine_sources.max_size_cycle)
-    identify = staticmethod(combine_sources.identify_long)
-    shuffled = True
-    elastic_content = False  # which samples of the short part stand beside one depends on where its epoch ends
-
-
-@pytest.mark.long
-class TestSequential(_Combined):
-    make_loader = staticmethod(combine_sources.sequential)
-    draws = staticmethod(draws)
-    quick = False
 
 
 class TestWeighted(_Combined):
@@ -675,11 +632,6 @@ class TestNested(_Combined):
     make_loader = staticmethod(combine_sources.nested)
     parts = 3
     state_bytes = 3 * 512
-
-
-@pytest.mark.long
-class TestUnknownLengths(_Combined):
-    make_loader = staticmethod(combine_sources.of_unknown_length)
 
 
 class TestOwnStates(_Combined):

@@ -32,7 +32,6 @@ def stream(count: int = 7) -> Loader:
     return midepoch.wrap(functools.partial(sources.numbers, count), seed=5)
 
 
-
 MAKERS: dict[str, Callable[[], Loader]] = {
     "shuffled": shuffled,
     "stream": stream,
@@ -60,7 +59,6 @@ def place(loader: Loader) -> tuple[int, int]:
 # --- 1. the state says what was received ---
 
 
-
 @maker
 def test_every_cut_continues_exactly_and_into_the_next_epoch(make: Callable[[], Loader]) -> None:
     first, second = epochs(make, 2)
@@ -79,7 +77,6 @@ def test_every_cut_continues_exactly_and_into_the_next_epoch(make: Callable[[], 
             assert place(loader) == (states[cut]["epoch"], states[cut]["position"])
             expected = [first[cut:], second] if cut < len(first) else [second]
             assert [sources.taken(loader) for _ in expected] == expected, cut
-
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "stream", "workers"])
@@ -191,22 +188,6 @@ def test_peek_gives_nothing_up(make: Callable[[], Loader]) -> None:
                 got.append(sources.plain(next(batches)))
             got += [sources.plain(batch) for batch in batches]
         assert got == whole[0] + whole[1]
-
-
-@maker
-@pytest.mark.parametrize("cut", [0, 2])
-def test_a_state_after_a_peek_loads(make: Callable[[], Loader], cut: int) -> None:
-    whole = epochs(make, 1)[0]
-    with make() as loader:
-        batches = iter(loader)
-        assert sources.plain([next(batches) for _ in range(cut)]) == whole[:cut]
-        before = loader.state_dict()
-        loader.peek()
-        assert loader.state_dict() == before
-        loader.close()
-        assert loader.state_dict() == before
-    assert sources.resumed(make, before) == whole[cut:]
-
 
 
 def test_peek_after_the_end_of_a_pass_shows_the_next_epoch() -> None:
@@ -351,7 +332,6 @@ def test_a_rollback_at_the_end_of_an_unknown_length() -> None:
     assert first != second
 
 
-
 @pytest.mark.parametrize(
     ("tail", "drop_last", "over"), [("drop", False, True), ("pad", True, True), ("pad", False, False)]
 )
@@ -396,19 +376,6 @@ def test_loading_works_at_any_time(make: Callable[[], Loader]) -> None:
         assert [sources.plain(batch) for batch in batches] == whole[3:]
         loader.load_state_dict(state)  # behind the end
         assert sources.taken(loader) == whole[3:]
-
-
-@maker
-def test_a_pass_after_a_load_continues_and_the_next_is_new(make: Callable[[], Loader]) -> None:
-    first, second = epochs(make, 2)
-    _, state = sources.heads(make, 2)
-    with make() as loader:
-        sources.taken(loader)
-        loader.load_state_dict(state)
-        for _ in range(3):
-            iter(loader)  # as Lightning does
-        assert sources.taken(loader) == first[2:]
-        assert sources.taken(loader) == second
 
 
 def test_a_refused_load_changes_nothing() -> None:
@@ -524,7 +491,6 @@ def test_an_earlier_epoch_is_ignored_once_there_is_progress() -> None:
     assert [sources.plain(batch) for batch in batches] == whole[2][1:]
 
 
-
 # --- seek, counts, close, copies ---
 
 
@@ -598,7 +564,6 @@ def test_a_length_that_is_unknown_is_a_type_error(ask: Callable[[Any], int]) -> 
         ask(stream())
 
 
-
 def test_a_progress_bar_begins_anew_where_nothing_is_left() -> None:
     """Of 26 samples, batches of 4 without the last, one rank has had five: 6 samples are no batch for two ranks."""
 
@@ -629,7 +594,6 @@ def test_closing_keeps_the_state(make: Callable[[], Loader]) -> None:
     if loader.capabilities.rank_independent:
         assert sources.taken(loader) == whole[1]  # a new pass is a new epoch
     loader.close()
-
 
 
 def _pass_of(loader: Loader) -> tuple[list[Any], dict[str, Any]]:
@@ -798,7 +762,6 @@ def test_after_an_error_a_source_remembers_where_it_was() -> None:
     assert loader.state_dict(1)["position"] == 1
 
 
-
 class Raising(sources.Counter):
     """Fails at its third batch."""
 
@@ -808,23 +771,6 @@ class Raising(sources.Counter):
                 self.given -= 1
                 raise RuntimeError("the disk is gone")
             yield number
-
-
-def failing_numbers() -> Iterator[int]:
-    yield 0
-    yield 1
-    raise RuntimeError("the disk is gone")
-
-
-@pytest.mark.parametrize("make", [lambda: midepoch.wrap(Raising()), lambda: midepoch.wrap(failing_numbers, seed=0)])
-def test_the_source_s_own_error_reaches_the_loop(make: Callable[[], Loader]) -> None:
-    loader = make()
-    batches = iter(loader)
-    assert [next(batches), next(batches)] == [0, 1]
-    before = loader.state_dict()
-    with pytest.raises(RuntimeError, match="the disk is gone"):
-        next(batches)
-    assert loader.state_dict() == before
 
 
 @pytest.mark.parametrize("change", [-1, 1])
@@ -860,7 +806,6 @@ class Ending(sources.Indices):
         if index == 9:
             raise StopIteration
         return super().__getitem__(index)
-
 
 
 @pytest.mark.parametrize("workers", [0, 1])

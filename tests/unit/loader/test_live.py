@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import multiprocessing
 import os
 import random
@@ -16,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -336,31 +334,6 @@ def test_states_say_what_is_committed() -> None:
     assert sources.plain(next(iter(resumed))) == second
 
 
-def test_after_a_load_or_a_seek_states_say_what_is_committed() -> None:
-    """A rank that was healed is asked for its state, to heal others or to save it, while it trains on a batch."""
-    loader = by_index(World())
-    each = begun(loader)
-    loader.commit()
-    healed = loader.state_dict()
-    for _ in range(2):
-        next(each)
-        loader.commit()
-    loader.load_state_dict(healed)
-    next(each)
-    assert (loader.state_dict(), loader.position) == (healed, 6)
-    loader.rollback()
-    next(each)
-    loader.commit()
-    assert loader.state_dict()["position"] == 6
-    loader.seek(position=30)
-    next(each)
-    assert (loader.state_dict()["position"], loader.position) == (30, 33)
-    loader.set_epoch(1)
-    next(iter(loader))
-    state = loader.state_dict()
-    assert (state["epoch"], state["position"], loader.position) == (1, 0, 3)
-
-
 def test_before_its_first_commit_a_rank_says_what_was_handed_out() -> None:
     """As any loader that is resumed does; so it keeps what it has loaded, to send that."""
     first, joins = by_index(World(0, 2)), by_index(World(1, 2))
@@ -372,45 +345,6 @@ def test_before_its_first_commit_a_rank_says_what_was_handed_out() -> None:
     assert joins.state_dict(in_flight=1)["position"] == 6
     joins.commit()
     assert joins.state_dict()["position"] == 12
-
-
-@pytest.mark.parametrize("leads", ["rollback", "load", "seek"])
-def test_a_pass_goes_on_after_a_look_beyond_its_end(leads: str) -> None:
-    whole = sources.taken(by_index(World()))
-    loader = by_index(World())
-    each = begun(loader, 20, commits=True)
-    saved = loader.state_dict()
-    assert sources.plain(next(each)) == whole[20]
-    with pytest.raises(StopIteration):
-        loader.peek()
-    if leads == "rollback":
-        loader.rollback()
-    elif leads == "load":
-        loader.load_state_dict(saved)
-    else:
-        loader.seek(epoch=0, position=60)
-    assert [sources.plain(batch) for batch in each] == whole[20:]
-    following = sources.plain(loader.peek())
-    loader.commit()
-    loader.rollback()  # of nothing: the pass has ended all the same
-    assert next(each, None) is None
-    assert sources.plain(next(iter(loader))) == following
-
-
-def test_a_rollback_never_leads_past_the_latest_commit() -> None:
-    """One place is kept, however often it is asked for."""
-    loader = by_index(World())
-    each = begun(loader, 2, commits=True)
-    committed, third = loader.state_dict(), sources.plain(next(each))
-    for _ in range(3):
-        loader.rollback()
-        assert (loader.state_dict(), loader.position) == (committed, 6)
-    assert sources.plain(next(each)) == third
-    loader.load_state_dict(committed)
-    next(iter(loader))
-    loader.rollback()  # behind a load, what was committed before is not kept
-    loader.rollback()
-    assert (loader.state_dict(), loader.position) == (committed, 6)
 
 
 class Mute(sources.Counter):
@@ -577,21 +511,6 @@ def test_a_rollback_begins_workers_streams_again(kind: str, committed: int) -> N
     loader.close()
 
 
-def test_after_a_rollback_of_nothing_the_next_pass_goes_on_too() -> None:
-    """What fails after the commit, a checkpoint for instance, must not cost the rest of the epoch."""
-    loader = by_index(World())
-    whole = [sources.plain(batch) for batch in by_index(World())]
-    for number, _ in enumerate(loader):
-        loader.commit()
-        if number == 2:
-            break
-    loader.rollback()
-    assert [sources.plain(batch) for batch in loader] == whole[3:]
-    loader.commit()
-    loader.rollback()  # the epoch is over: the next pass begins the next one
-    assert sources.plain(next(iter(loader))) not in whole
-
-
 def test_a_bad_batch_is_not_passed_over_in_another_world(tmp_path: Path) -> None:
     """A rank that joins stands at the state of before it, and cannot know."""
     data = sources.Failing(24, [5], tmp_path)
@@ -614,45 +533,6 @@ def test_a_loader_may_be_resharded_before_its_first_batch() -> None:
     loader = by_index(World())
     loader.reshard(World(1, 2))
     assert sources.plain(next(iter(loader))) == sources.plain(next(iter(by_index(World(1, 2)))))
-
-
-# --- ranks that get the same batches ----------------------------------------------------------------------------------
-
-
-def _in_meshes(rank: int) -> list[tuple[Any, bool, list[str]]]:
-    """What one of four ranks trains on while the mesh changes: its shape, whether peers got the same, and samples."""
-    loader = by_index(World(), num_workers=rank % 2)  # peers read with and without a worker process
-    trained: list[tuple[Any, bool, list[str]]] = []
-    each: Iterator[Any] = iter(())
-    for shape in ((2, 2), (4, 1), (1, 4), (2, 2)):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-        loader.reshard(World.from_mesh(mesh["dp"]))
-        each = iter(loader) if not trained else each
-        last = len(trained) == 6
-        for step in itertools.count():
-            batch = next(each, None)
-            if batch is not None and step == 1:
-                loader.rollback()  # the step fails once
-                batch = next(each)
-            peers: list[Any] = [None] * shape[1]
-            torch.distributed.all_gather_object(peers, sources.plain(batch), group=mesh["tp"].get_group())
-            if batch is None:
-                break
-            same = all(peer == peers[0] for peer in peers)
-            trained.append((shape, same, samples(batch) if mesh["tp"].get_local_rank() == 0 else []))
-            loader.commit()
-            if step == 1 and not last:
-                break
-    loader.close()
-    return trained
-
-
-def test_tensor_parallel_peers_get_equal_batches() -> None:
-    ranks = sources.in_gloo_world(_in_meshes, 4)
-    assert all(same for trained in ranks for _, same, _ in trained)
-    assert [shape for shape, _, _ in ranks[0]][:6] == [(2, 2)] * 2 + [(4, 1)] * 2 + [(1, 4)] * 2
-    got = sorted(each for trained in ranks for _, _, batch in trained for each in batch)
-    assert got == sorted(each for batch in by_index(World()) for each in samples(batch))
 
 
 # --- a training loop that begins again in its process -----------------------------------------------------------------
@@ -693,18 +573,3 @@ def test_a_loop_that_begins_again_gets_no_batch_before_a_state(workers: int) -> 
     loader.seek(epoch=0)  # the weights begin anew, too
     assert [sources.plain(batch) for batch in loader] == whole
     loader.close()
-
-
-def test_a_loop_that_begins_again_in_another_world_gets_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = [each for rank in range(2) for each in samples(next(iter(driven(World(rank, 2)))))]
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    loader, saved = driven(None), driven(None)
-    next(iter(loader))
-    saved.seek(position=6)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    Part("", loader).begin_again(NotLoadedError, "load the state")
-    loader.load_state_dict(saved.state_dict())
-    rest = [each for batch in loader for each in samples(batch)]
-    assert sorted(first + rest) == sorted(each for batch in driven(World()) for each in samples(batch))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
-import pickle
 import random
 import re
 import sys
@@ -44,22 +42,8 @@ class TestMapStyle(_Worked):
     shuffled = True
 
 
-class TestExposing(_Worked):
-    make_loader = staticmethod(then_sources.exposing)
-    shuffled = True
-
-
 class TestReplayed(_Worked):
     make_loader = staticmethod(then_sources.replayed)
-
-
-class TestListed(_Worked):
-    make_loader = staticmethod(then_sources.listed)
-
-
-class TestCarried(_Worked):
-    make_loader = staticmethod(then_sources.carried)
-    tail = "drop"  # as the source does
 
 
 class TestTorchdata(_Worked):
@@ -222,7 +206,6 @@ def test_the_numbers_are_those_of_a_generator_seeded_by_the_key(name: str) -> No
     assert next(iter(loader)) == (77, alone(derive_key(7, 11, 0, 77)))
 
 
-
 def test_it_shares_no_stream_with_the_collate_function() -> None:
     def draw(batch: Any) -> Any:
         return (random.random(), np.random.rand(), torch.rand(()).item()), batch
@@ -230,7 +213,6 @@ def test_it_shares_no_stream_with_the_collate_function() -> None:
     loader = midepoch.wrap(DataLoader(sources.Indices(12), batch_size=3, collate_fn=draw), seed=1, then=draw)
     for of_then, (of_collate, _) in itertools.chain(loader, loader):
         assert not set(of_collate) & set(of_then)
-
 
 
 class Augment(torch.nn.Module):
@@ -269,7 +251,6 @@ def test_a_module_and_the_generators_of_its_parts() -> None:
     assert list(fresh) == whole[1:]
     after = [module.erase.generator.get_state(), module.inner.generator.get_state()]
     assert all(map(torch.equal, before, after))
-
 
 
 class Late:
@@ -356,7 +337,6 @@ def test_a_function_that_draws_nothing_is_seeded_once() -> None:
     assert [seeded(loader) for _ in range(2)] == [50, 50]
 
 
-
 class Seldom:
     """Draws for some batches only, and changes each in place."""
 
@@ -390,16 +370,6 @@ def test_a_function_that_draws_now_and_then_is_exact(name: str) -> None:
     """Whichever batch a process begins with; and each batch is changed in place once."""
     batches = check_cuts(lambda: SELDOM[name](then=Seldom()), 4 if "workers" in name else 1)
     assert {type(batch) for batch in batches} == {tuple, list}  # some draw
-
-
-def test_only_the_first_batch_that_draws_is_read_again() -> None:
-    then = Seldom()
-    list(midepoch.wrap(DataLoader(sources.Indices(25), batch_size=5), then=then))
-    assert then.calls == [0, 5, 10, 15, 20]
-    then.calls.clear()
-    list(midepoch.wrap(DataLoader(sources.Indices(20), batch_size=2), then=then))
-    assert then.calls == [0, 2, 4, 6, 6, 8, 8, 10, 12, 14, 16, 18]
-
 
 
 def test_a_function_that_keeps_its_numbers_is_told() -> None:
@@ -479,7 +449,6 @@ def test_a_stop_iteration_does_not_end_the_epoch(source: Any) -> None:
         list(midepoch.wrap(source, then=Failing(2, 1, StopIteration)))
 
 
-
 # --- what else a loader does -----------------------------------------------------------------------------------------
 
 
@@ -494,18 +463,6 @@ def test_capabilities_say_what_holds() -> None:
     assert "SystemRandom" in answer.reason
 
 
-def test_copies_and_pickles() -> None:
-    loader, plain = (midepoch.wrap(sources.noisy_loader(), seed=1, then=drawing) for _ in range(2))
-    whole, following = list(plain), list(plain)
-    batches = iter(loader)
-    assert [next(batches) for _ in range(2)] == whole[:2]
-    twin, other = copy.copy(loader), pickle.loads(pickle.dumps(loader))
-    assert twin.state_dict() == other.state_dict() == loader.state_dict()
-    assert next(batches) == whole[2]
-    assert list(twin) == list(other) == following  # each pass that did not begin with a load is a new epoch
-    assert list(batches) == whole[3:]
-
-
 def test_parts_of_a_combination() -> None:
     def make() -> Loader:
         parts = {
@@ -516,7 +473,6 @@ def test_parts_of_a_combination() -> None:
         return midepoch.combine(parts, mode="max_size_cycle")
 
     check_cuts(make)
-
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------
@@ -674,7 +630,6 @@ class RunningStatistics(torch.nn.Module):
 def worked(function: Any, **settings: Any) -> Loader:
     data: Any = torch.arange(24)
     return midepoch.wrap(DataLoader(data, 4, shuffle=True), seed=3, then=function, **settings)
-
 
 
 # By name, since what is tried is a pickled copy.

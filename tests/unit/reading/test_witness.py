@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, SubsetRandomSampler
 
 import midepoch
-from midepoch import MidepochWarning, StateCorruptError, StateMismatchError, World
+from midepoch import MidepochWarning, StateCorruptError, StateMismatchError
 from midepoch.state.digest import checksum_of
 from midepoch.state.witness import LONGEST, SampleSummary, Witness, summary_of
 from support import silent_sources, sources, witness_sources
@@ -143,7 +143,6 @@ class Renewed(sources.Indices):
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-
 
 
 @pytest.mark.parametrize("verify", ["sample", "warn", "strict"])
@@ -364,17 +363,6 @@ def test_one_sample_of_each_epoch_is_read_again() -> None:
     assert len(off.source.dataset.reads) == SIZE and off.state_dict()["witness"] == ""
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_state_is_the_same_on_every_rank_and_small(workers: int) -> None:
-    told = []
-    for rank in range(2):
-        with make(workers, options={"world": World(rank, 2), "fingerprint": "x" * 64}) as loader:
-            next(iter(loader))
-            told.append(loader.state_dict())
-    assert told[0] == told[1] and told[0]["witness"]
-    assert len(told[0]["witness"]) <= LONGEST and len(json.dumps(told[0])) <= 512
-
-
 def test_batches_in_flight_have_the_witness_of_their_epoch() -> None:
     ahead, behind = make(), make()
     for _ in itertools.islice(itertools.chain(ahead, ahead), 9):
@@ -384,17 +372,6 @@ def test_batches_in_flight_have_the_witness_of_their_epoch() -> None:
     assert ahead.state_dict(in_flight=2) == behind.state_dict()
     list(itertools.islice(iter(behind), 0))
     assert ahead.state_dict()["witness"].startswith("1/") and behind.state_dict()["witness"].startswith("0/")
-
-
-def test_a_rank_whose_files_are_in_another_order_is_told() -> None:
-    with make(options={"world": World(0, 2)}) as first:
-        next(iter(first))
-        state = first.state_dict()
-    with make(order="as this node lists them", options={"world": World(1, 2)}) as second:
-        second.load_state_dict(state)
-        with pytest.raises(StateMismatchError, match="another one than when the state was saved"):
-            next(iter(second))
-        assert second.state_dict() == state
 
 
 def test_the_error_comes_again_until_the_data_are_restored(states: dict[str, dict[str, Any]]) -> None:
@@ -407,7 +384,6 @@ def test_the_error_comes_again_until_the_data_are_restored(states: dict[str, dic
         loader.peek()
     loader.source.dataset.numbers.sort()
     assert len(list(loader)) == 5
-
 
 
 @pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
@@ -426,7 +402,6 @@ def test_a_sample_that_cannot_be_read_fails_where_it_does_plain(hole: int, worke
         loader.seek(position=8)
         next(iter(loader))
         assert bool(loader.state_dict()["witness"]) is (hole != 0), "no witness of what cannot be read"
-
 
 
 def test_a_sample_that_is_gone_or_cannot_be_read_now(
@@ -455,7 +430,6 @@ def test_a_sample_that_is_gone_or_cannot_be_read_now(
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-
 FORMS = [None, 3, "x", "0/1//", "0/1/" * 60, "0/1/abc//0:AA", "\u0663/1/aaaaaaaa//", "/" * 4]
 
 
@@ -470,11 +444,9 @@ def test_a_witness_of_another_form_is_refused(witness: Any, states: dict[str, di
 # --- promises that reading disproves ----------------------------------------------------------------------------------
 
 
-
 class PoppedKeys(silent_sources.Popped):
     def __getitem__(self, index: int) -> Any:
         return {self.queue.popleft(): 1}
-
 
 
 class Cached(sources.Indices):
@@ -659,7 +631,6 @@ def test_a_look_is_pinned() -> None:
     """A witness is compared by other versions and on other machines, so what it says must never change."""
     seen = {"image": witness_sources.image_of(0), "x": [1, 2.5, None, "a/b.txt", b"12"], "t": torch.arange(6.0)}
     assert text_of(seen) == "0/0/38bfc32c/f906ffefde48c7ad3d775e95dd82d81c1fbe/"
-
 
 
 ITSELF: list[Any] = []

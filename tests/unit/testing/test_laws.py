@@ -22,9 +22,7 @@ import torch
 
 from midepoch import StateError, StateMismatchError
 from midepoch.testing import LAWS, LawError, Report, ResumableTests, check_resumable, digest
-from midepoch.testing.examine import Examination
 from midepoch.testing.items import first_difference, leaves
-from midepoch.testing.laws import examine_law
 from midepoch.testing.naming import Naming, split
 from midepoch.testing.pool import Call, ProcessError, ProcessPool, shared_pool
 from midepoch.testing.record import Settings
@@ -121,6 +119,14 @@ def lone_loader(size: int = 6, batch_size: int = 6) -> ReferenceLoader:
     return ReferenceLoader(size=size, batch_size=batch_size)
 
 
+class DrawsItsSeed(ReferenceLoader):
+    """Takes the process's seed where none is stated, and keeps it in its state."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, *, seed: int | None = None, **more: Any) -> None:
+        super().__init__(rank, world_size, seed=seed, **more)
+        self.seed = torch.initial_seed() if seed is None else seed
+
+
 class WritesHistoryDifferently(ReferenceLoader):
     """What is in flight is in the state's detail, which changes nothing else."""
 
@@ -150,11 +156,12 @@ class Unsized:
         (WritesHistoryDifferently, reference_loader.plain),
         (broken_loaders.HasNoLength, plain_without_length),
         (ReferenceLoader, plain_without_length),
+        (functools.partial(DrawsItsSeed, size=14), functools.partial(reference_loader.plain, size=14)),
     ],
 )
-def test_what_is_allowed_is_not_held_against_a_loader(kind: type[ReferenceLoader], plain: Any) -> None:
-    report = check(kind, plain=plain)
-    assert set(statuses(report).values()) == {"holds"}, str(report)
+def test_what_is_allowed_is_not_held_against_a_loader(kind: Callable[..., Any], plain: Any) -> None:
+    report = check(kind, plain=plain, quick=True)
+    assert set(statuses(report).values()) <= {"holds", "not applicable"}, str(report)
 
 
 def test_what_cannot_be_examined_says_why() -> None:
@@ -194,19 +201,11 @@ def test_each_broken_loader_fails_exactly_its_law(law: str, kind: type[Reference
 
 
 @pytest.mark.parametrize(("law", "kind"), BROKEN_WIDELY, ids=lambda value: getattr(value, "__name__", value))
-def test_each_widely_broken_loader_fails_the_law_that_says_most(law: str, kind: type[ReferenceLoader]) -> None:
+def test_each_widely_broken_loader_fails_what_says_most(law: str, kind: type[ReferenceLoader]) -> None:
     report = check(kind, quick=True, plain=None)
     assert law in [error.law for error in report.failures], str(report)
     seeds = kind is broken_loaders.OrdersByTheProcessSeed
     assert all(("depends on the global seeds of its process" in error.cause) == seeds for error in report.failures)
-
-
-class DrawsItsSeed(ReferenceLoader):
-    """Takes the process's seed where none is stated, and keeps it in its state."""
-
-    def __init__(self, rank: int = 0, world_size: int = 1, *, seed: int | None = None, **more: Any) -> None:
-        super().__init__(rank, world_size, seed=seed, **more)
-        self.seed = torch.initial_seed() if seed is None else seed
 
 
 class RefusesWithinAPass(ReferenceLoader):
@@ -226,17 +225,6 @@ class RefusesWithinAPass(ReferenceLoader):
         if self.running:
             raise RuntimeError("a pass is running")
         self.apply(state)
-
-
-def test_a_seed_that_is_kept_in_the_state_may_come_from_anywhere() -> None:
-    report = check(functools.partial(DrawsItsSeed, size=14), quick=True, plain=None)
-    assert report.holds, str(report)
-
-
-def test_a_loader_may_refuse_to_be_loaded_within_a_pass() -> None:
-    verdict = check(RefusesWithinAPass, quick=True, laws=["round trip"])["round trip"]
-    assert verdict.status == "refused clearly", verdict
-    assert "RuntimeError: a pass is running" in verdict.reason
 
 
 class IsReadOnce(ReferenceLoader):
@@ -273,15 +261,6 @@ class DrawsAtALoad(IsReadOnce):
         super().apply(state)
 
 
-def test_a_loader_that_is_read_once_refuses_clearly() -> None:
-    laws = ["round trip", "guest", "rollback"]
-    report = check(IsReadOnce, quick=True, laws=laws)
-    assert statuses(report) == {"round trip": "refused clearly", "guest": "holds", "rollback": "refused clearly"}
-    assert "cannot go back" in report["rollback"].reason
-    assert check(GoesBackNever, quick=True, laws=laws)["rollback"].status == "failed"
-    assert check(DrawsAtALoad, quick=True, laws=["guest"])["guest"].status == "failed"
-
-
 class TakesAnyPart(PartialLoader):
     """Each rank has a part, and that of any other one leads to the same place."""
 
@@ -298,14 +277,27 @@ class TakesAnyPartForTheBeginning(TakesAnyPart):
             self.cursor = (state["epoch"], 0)
 
 
-def test_the_part_of_another_rank_is_refused_or_leads_to_the_same_place() -> None:
-    look = functools.partial(check, quick=True, world_sizes=(1, 2), laws=["topology"])
-    assert look(TakesAnyPart)["topology"].status == "refused clearly"
-    error = look(TakesAnyPartForTheBeginning)["topology"].error
-    assert error is not None and "the state of rank 0 alone, loaded on rank 1 of 2" in error.expected
+@pytest.mark.parametrize(
+    ("kind", "law", "status", "words"),
+    [
+        (RefusesWithinAPass, "round trip", "refused clearly", "RuntimeError: a pass is running"),
+        (IsReadOnce, "round trip", "refused clearly", "it was read"),
+        (IsReadOnce, "guest", "holds", ""),
+        (IsReadOnce, "rollback", "refused clearly", "cannot go back"),
+        (GoesBackNever, "rollback", "failed", ""),
+        (DrawsAtALoad, "guest", "failed", ""),
+        (TakesAnyPart, "topology", "refused clearly", ""),
+        (TakesAnyPartForTheBeginning, "topology", "failed", "the state of rank 0 alone, loaded on rank 1 of 2"),
+    ],
+)
+def test_each_is_judged_by_what_it_declines(kind: type[ReferenceLoader], law: str, status: str, words: str) -> None:
+    """A refusal is clear, or a fault where the loader can do what it refuses."""
+    verdict = check(kind, quick=True, world_sizes=(1, 2), laws=[law])[law]
+    assert verdict.status == status, verdict
+    assert words in (verdict.error.expected if verdict.error else verdict.reason)
 
 
-def test_a_script_that_every_new_process_runs_again_is_told_so_once(tmp_path: Path) -> None:
+def test_a_script_that_every_new_process_runs_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n"
@@ -317,7 +309,7 @@ def test_a_script_that_every_new_process_runs_again_is_told_so_once(tmp_path: Pa
     assert done.stderr.count("An attempt has been made to start a new process") == 1
 
 
-def test_a_failure_is_raised_with_the_report_and_survives_pickling() -> None:
+def test_a_failure_is_raised_with_the_report() -> None:
     with pytest.raises(LawError) as caught:
         check(broken_loaders.IsFreshUntilStarted, laws=["round trip", "tail"], raise_on_failure=True)
     error = caught.value
@@ -348,23 +340,17 @@ look = functools.partial(check_resumable, laws=FOR_NAMES, quick=True, epochs=1, 
 
 @pytest.mark.parametrize("shuffle", [True, False], ids=["shuffled", "in order"])
 @pytest.mark.parametrize("kind", batch_shapes.KINDS)
-def test_samples_are_named_whatever_shape_their_batch_has(kind: str, shuffle: bool) -> None:
+def test_samples_are_named_in_any_shape(kind: str, shuffle: bool) -> None:
     report = look(functools.partial(batch_shapes.make, kind, shuffle), world_sizes=(1, 2))
     assert set(statuses(report).values()) == {"holds"}, str(report)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in batch_shapes.KINDS if kind != "nothing"])
-def test_samples_that_are_lost_are_missed_whatever_shape_their_batch_has(kind: str) -> None:
+def test_samples_that_are_lost_are_missed_in_any_shape(kind: str) -> None:
     report = look(functools.partial(batch_shapes.make_forgetful, kind), world_sizes=(1, 2), laws=["topology"])
     error = report["topology"].error
     assert error is not None
     assert error.got.startswith("2 lost")
-
-
-def test_numbers_are_taken_as_names_as_they_are() -> None:
-    settings = Settings(functools.partial(batch_shapes.make, "not a number"), world_sizes=(1, 2))
-    found = [sample for ids in Examination(settings).whole().passes[0].ids for sample in ids]
-    assert sorted(found, key=str) == [1.0, 2.0, 3.0, 4.0, 6.0, 7.0, 8.0, 9.0, "nan", "nan"]
 
 
 def test_a_loader_whose_samples_have_no_names_is_told_so() -> None:
@@ -411,7 +397,7 @@ def test_a_parameter_may_be_left_alone() -> None:
         (NeverEnds, 120.0, "."),
     ],
 )
-def test_a_loader_that_fails_is_told_and_the_next_examination_works(kind: Any, timeout: float, told: str) -> None:
+def test_a_loader_that_fails_is_told_and_the_next_one_works(kind: Any, timeout: float, told: str) -> None:
     error = check(kind, laws=["tail"], timeout=timeout)["tail"].error
     assert error is not None and re.search(told, error.got)
     assert check(ReferenceLoader, laws=["determinism"], quick=True).holds
@@ -481,7 +467,7 @@ def test_a_closed_pool_leaves_no_process() -> None:
     assert pool.run([Call(0, double, (1,))], timeout=60) == [2]
     processes = [server.process for server in pool._servers.values()]
     pool.close()
-    assert [process.exitcode for process in processes] == [0]
+    assert [process.is_alive() for process in processes] == [False]
 
 
 # The pytest base class.
@@ -523,25 +509,6 @@ def test_the_knobs_of_the_suite_are_those_of_the_function() -> None:
     assert knobs.keys() == set(arguments) - {"laws", "raise_on_failure"}
     assert all(default in (arguments[name].default, dataclasses.MISSING) for name, default in knobs.items())
     assert all(getattr(ResumableTests, name) == default for name, default in list(knobs.items())[1:])
-
-
-def test_laws_share_their_runs() -> None:
-    calls = []
-
-    class CountingPool(ProcessPool):
-        def run(self, some: Any, *, timeout: float) -> list[Any]:
-            calls.append(len(some))
-            return shared_pool().run(some, timeout=timeout)
-
-    settings = Settings(ReferenceLoader, identify=reference_loader.identify)
-    examination = Examination(settings, CountingPool())
-    runs = {}
-    for law in ("tail", "next epoch", "round trip"):
-        before = len(calls)
-        examine_law(examination, law)
-        runs[law] = len(calls) - before
-    assert runs["tail"] > 1
-    assert (runs["next epoch"], runs["round trip"]) == (0, 1)
 
 
 def test_the_functions_need_no_pytest() -> None:
@@ -587,16 +554,6 @@ def test_equal_items_have_equal_digests() -> None:
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
     assert digest(torch.arange(6).reshape(2, 3).T) == digest(torch.arange(6).reshape(2, 3).T.contiguous())
     assert digest(torch.tensor([1 + 2j]).conj()) == digest(torch.tensor([1 - 2j]))
-
-
-class Box:
-    def __init__(self, number: int) -> None:
-        self.words = {f"{word} {number}" for word in ("one", "two", "three", "four")}
-
-
-def test_an_object_with_a_set_has_the_same_digest_in_each_process() -> None:
-    digests = shared_pool().run([Call(process, digest, (Box(1),)) for process in range(3)], timeout=60)
-    assert set(digests) == {digest(Box(1))} != {digest(Box(2))}
 
 
 def test_what_cannot_be_compared_is_named() -> None:
