@@ -776,59 +776,65 @@ def test_crop_windows_are_distributed_as_dalis(root: str) -> None:
     assert stats.ks_2samp(ours[:, 1] / ours[:, 0], theirs[:, 1] / theirs[:, 0]).pvalue > 1e-4
 
 
-def test_what_midepochs_readers_cannot_do_is_refused(root: str) -> None:
-    with pytest.raises(Unsupported, match=r"readers\.file does not take initial_fill=, num_shards=: midepoch"):
-        dali.readers.file(root, initial_fill=3, num_shards=2)
+NOT_ALONE: dict[str, tuple[Callable[[str], Any], type[Exception], str]] = {
+    "another of midepoch's": (
+        lambda root: (dali.readers.numpy(root), dali.readers.numpy(root)), ValueError, "build a pipeline for each"
+    ),
+    "a reader of DALI's": (
+        lambda root: (dali.readers.numpy(root), fn.readers.numpy(file_root=root)), Unsupported, "DALI readers beside"
+    ),
+    "an external source": (
+        lambda root: (dali.readers.numpy(root), fn.external_source(source=lambda n: [np.zeros(1)] * 2)),
+        Unsupported, "external_source beside",
+    ),
+    "draws for a reader of DALI's": (
+        lambda root: (fn.readers.numpy(file_root=root), dali.random.coin_flip()),
+        Unsupported, r"without one of dali\.readers",
+    ),
+}  # fmt: skip
 
-    def wrap(define: Callable[[], Any], names: list[str], **options: Any) -> Any:
-        pipeline = pipeline_def(define)(batch_size=2, num_threads=1, device_id=None)
-        return midepoch.wrap(DALIGenericIterator([pipeline], names, **options))
 
-    def two() -> Any:
-        return dali.readers.numpy(f"{root}/npy"), dali.readers.numpy(f"{root}/npy")
+def over(define: Callable[[], Any], names: list[str], **options: Any) -> Any:
+    return DALIGenericIterator([pipeline_def(define)(batch_size=2, num_threads=1, device_id=None)], names, **options)
 
-    def beside() -> Any:
-        return dali.readers.numpy(f"{root}/npy"), fn.readers.numpy(file_root=f"{root}/npy")
 
-    def foreign() -> Any:
-        return dali.readers.numpy(f"{root}/npy"), fn.external_source(source=lambda n: [np.zeros(1)] * 2)
+@pytest.mark.parametrize("name", NOT_ALONE)
+def test_what_stands_beside_a_reader_is_refused(name: str, root: str) -> None:
+    define, error, words = NOT_ALONE[name]
+    with pytest.raises(error, match=words):
+        midepoch.wrap(over(lambda: define(f"{root}/npy"), ["a", "b"]))
 
-    def draws_alone() -> Any:
-        return fn.readers.numpy(file_root=f"{root}/npy"), dali.random.coin_flip()
 
+def test_settings_that_a_reader_does_not_take_are_refused(root: str) -> None:
     def plain() -> Any:
         return dali.readers.numpy(f"{root}/npy")
 
-    with pytest.raises(ValueError, match="build a pipeline for each"):
-        wrap(two, ["a", "b"])
-    with pytest.raises(Unsupported, match="DALI readers beside"):
-        wrap(beside, ["a", "b"])
-    with pytest.raises(Unsupported, match="external_source beside"):
-        wrap(foreign, ["a", "b"])
-    with pytest.raises(Unsupported, match=r"without one of dali\.readers"):
-        wrap(draws_alone, ["a", "b"])
+    with pytest.raises(Unsupported, match=r"readers\.file does not take initial_fill=, num_shards=: midepoch"):
+        dali.readers.file(root, initial_fill=3, num_shards=2)
     with pytest.raises(Unsupported, match="leave size out"), pytest.warns(Warning, match="reader_name"):
-        wrap(plain, ["a"], size=40, prepare_first_batch=False)
-    pipelines = [pipeline_def(plain)(batch_size=2, num_threads=1, device_id=None) for _ in range(2)]
-    with pytest.raises((Unsupported, AssertionError)):
-        midepoch.wrap(DALIGenericIterator(pipelines, ["a"]))
-    pipeline = pipeline_def(plain)(batch_size=2, num_threads=1, device_id=None)
+        midepoch.wrap(over(plain, ["a"], size=40, prepare_first_batch=False))
     with pytest.raises(Unsupported, match="shard=False"):
-        midepoch.wrap(DALIGenericIterator([pipeline], ["a"]), shard=False)
+        midepoch.wrap(over(plain, ["a"]), shard=False)
     with pytest.raises(RuntimeError, match="outside a pipeline"):
-        dali.readers.numpy(f"{root}/npy")
-    for wrong in ({}, {"files": ["a"], "labels": [1, 2]}, {"file_root": "a", "file_list": "b", "files": ["c"]}):
-        with pytest.raises(ValueError, match=r"readers\.file"):
-            dali.readers.file(**wrong)
-    for call in (
-        lambda: dali.random.uniform((1.0, 1.0)),
-        lambda: dali.random.uniform(shape=0),
-        lambda: dali.random.coin_flip(2),
-        lambda: dali.random.crop_window(None, (0.0, 1.0)),
-        lambda: dali.random.crop_window(None, random_aspect_ratio=(2.0, 1.0)),
-    ):
-        with pytest.raises(ValueError, match="must be"):
-            call()
+        plain()
+
+
+WRONG_ARGUMENTS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: dali.readers.file(), r"readers\.file"),
+    (lambda: dali.readers.file(files=["a"], labels=[1, 2]), r"readers\.file"),
+    (lambda: dali.readers.file(file_root="a", file_list="b", files=["c"]), r"readers\.file"),
+    (lambda: dali.random.uniform((1.0, 1.0)), "must be"),
+    (lambda: dali.random.uniform(shape=0), "must be"),
+    (lambda: dali.random.coin_flip(2), "must be"),
+    (lambda: dali.random.crop_window(None, (0.0, 1.0)), "must be"),
+    (lambda: dali.random.crop_window(None, random_aspect_ratio=(2.0, 1.0)), "must be"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG_ARGUMENTS)
+def test_wrong_arguments_of_midepochs_operators(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()
 
 
 # --- what they promise -----------------------------------------------------------------------------------------------
