@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, assert_type
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch import UnsupportedSourceError, World
+from support import sources
 
 
-class Rows(Dataset[Any]):
-    def __init__(self, size: int = 20) -> None:
-        self.rows = list(range(size))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
+class Rows(sources.Indices):
     def __getitem__(self, index: int) -> Any:
-        return {"input_ids": torch.tensor([float(self.rows[index])]), "labels": torch.tensor([0.0])}
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(8))
+        return {"input_ids": torch.tensor([float(super().__getitem__(index))]), "labels": torch.tensor([0.0])}
 
 
 READ = (
@@ -39,7 +27,11 @@ READ = (
 
 
 def source(**keywords: Any) -> DataLoader[Any]:
-    return DataLoader(Rows(), batch_size=4, shuffle=True, **keywords)
+    return DataLoader(Rows(20), batch_size=4, shuffle=True, **keywords)
+
+
+def streamed() -> DataLoader[Any]:
+    return DataLoader(sources.Stream(8), batch_size=2)
 
 
 @pytest.mark.parametrize("name", READ)
@@ -74,10 +66,10 @@ def test_what_programs_print_in_their_first_lines() -> None:
 
 def test_units() -> None:
     assert midepoch.wrap(source()).unit == "sample"
-    assert midepoch.wrap(DataLoader(Stream(), batch_size=2), shard=True).unit == "sample"
-    listed = DataLoader(Rows(), batch_sampler=[[0, 1], [2]])
+    assert midepoch.wrap(streamed(), shard=True).unit == "sample"
+    listed = DataLoader(Rows(20), batch_sampler=[[0, 1], [2]])
     batches = [midepoch.wrap([1, 2]), midepoch.wrap(lambda: iter([1])), midepoch.wrap(listed)]
-    batches += [midepoch.wrap(DataLoader(Stream(), batch_size=2), shard=False), midepoch.combine([midepoch.wrap([1])])]
+    batches += [midepoch.wrap(streamed(), shard=False), midepoch.combine([midepoch.wrap([1])])]
     assert [loader.unit for loader in batches] == ["batch"] * 5
 
 
@@ -85,13 +77,13 @@ def test_the_length_follows_a_dataset_that_grows_between_epochs() -> None:
     theirs = source()
     loader = midepoch.wrap(theirs, seed=1)
     first = list(loader)
-    theirs.dataset.rows += [20, 21, 22, 23]  # type: ignore[attr-defined]
+    theirs.dataset.size += 4  # type: ignore[attr-defined]
     assert (len(first), len(loader), loader.batches_left, len(loader.sampler)) == (5, 6, 6, 24)
     state = loader.state_dict()
     assert state["size"] == 24
     resumed = midepoch.wrap(DataLoader(Rows(24), batch_size=4, shuffle=True), seed=1)
     resumed.load_state_dict(state)
-    assert [batch["input_ids"].tolist() for batch in resumed] == [batch["input_ids"].tolist() for batch in loader]
+    assert sources.taken(resumed) == sources.taken(loader)
 
 
 def test_skip_first_batches_is_refused_when_it_is_iterated() -> None:
@@ -99,7 +91,7 @@ def test_skip_first_batches_is_refused_when_it_is_iterated() -> None:
     loader = midepoch.wrap(source(), seed=1)
     with pytest.raises(UnsupportedSourceError, match="iterate the wrapped loader itself"):
         list(accelerate.skip_first_batches(loader, 2))
-    stream = midepoch.wrap(DataLoader(Stream(), batch_size=2), shard=True)
+    stream = midepoch.wrap(streamed(), shard=True)
     with pytest.raises(AttributeError, match=r"loader\.source\.dataset"):
         accelerate.skip_first_batches(stream, 2)
     assert stream.source.dataset is not None
@@ -111,55 +103,10 @@ def test_accelerate_s_prepare_leaves_it_as_it_is() -> None:
     assert accelerate.Accelerator(cpu=True).prepare(loader) is loader
 
 
-def test_fabric_refuses_it_and_lightning_takes_it_as_it_is() -> None:
+def test_fabric_refuses_it() -> None:
     lightning = pytest.importorskip("lightning", reason="needs the extra trainers")
-    loader = midepoch.wrap(source(), seed=1)
     with pytest.raises(TypeError, match="DataLoader"):
-        lightning.Fabric(accelerator="cpu").setup_dataloaders(loader)
-    from lightning.pytorch.demos.boring_classes import BoringModel
-
-    seen: list[Any] = []
-
-    class Model(BoringModel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 2)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen.append(batch["input_ids"].tolist())
-            return {"loss": self.layer(batch["input_ids"]).sum()}
-
-    quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(max_epochs=1, logger=False, accelerator="cpu", limit_val_batches=0, **quiet)
-    trainer.fit(Model(), loader)
-    assert seen == [batch["input_ids"].tolist() for batch in midepoch.wrap(source(), seed=1)]
-
-
-def test_a_hugging_face_resume_without_feed_is_refused(tmp_path: Path) -> None:
-    """Its Trainer skips batches through Accelerate, of a loader that it makes of the wrapped one's parts."""
-    transformers = pytest.importorskip("transformers", reason="needs the extra trainers")
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-
-        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-            return {"loss": ((self.layer(input_ids) - labels) ** 2).mean()}
-
-    class Fed(transformers.Trainer):  # type: ignore[misc, name-defined]
-        def get_train_dataloader(self) -> Any:
-            return midepoch.wrap(source(), seed=1)
-
-    def trainer(steps: int) -> Any:
-        settings = transformers.TrainingArguments(
-            output_dir=str(tmp_path), max_steps=steps, save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True
-        )
-        return Fed(model=Model(), args=settings, train_dataset=Rows())
-
-    trainer(2).train()
-    with pytest.raises(UnsupportedSourceError, match=r"midepoch\.trainers"):
-        trainer(4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        lightning.Fabric(accelerator="cpu").setup_dataloaders(midepoch.wrap(source(), seed=1))
 
 
 def test_a_shard_that_a_source_has_no_use_for_is_refused() -> None:
@@ -175,7 +122,7 @@ def test_a_shard_that_a_source_has_no_use_for_is_refused() -> None:
 
 
 def test_a_loader_is_generic_in_its_batch() -> None:
-    loader: midepoch.Loader[dict[str, torch.Tensor]] = midepoch.wrap(DataLoader(Rows(), batch_size=5), seed=0)
+    loader: midepoch.Loader[dict[str, torch.Tensor]] = midepoch.wrap(DataLoader(Rows(20), batch_size=5), seed=0)
     for batch in loader:
         assert_type(batch, dict[str, torch.Tensor])
         assert len(batch["labels"]) == 5
@@ -184,9 +131,9 @@ def test_a_loader_is_generic_in_its_batch() -> None:
 
 
 def test_the_seed_and_the_world_that_are_in_use() -> None:
-    loader = midepoch.wrap(DataLoader(Rows(), batch_size=5, shuffle=True), seed=7, world=World(1, 2))
+    loader = midepoch.wrap(DataLoader(Rows(20), batch_size=5, shuffle=True), seed=7, world=World(1, 2))
     assert loader.seed == loader.state_dict()["seed"] == 7 and loader.world == World(1, 2)
-    resumed = midepoch.wrap(DataLoader(Rows(), batch_size=5, shuffle=True))
+    resumed = midepoch.wrap(DataLoader(Rows(20), batch_size=5, shuffle=True))
     resumed.load_state_dict(loader.state_dict())
     assert resumed.seed == 7 and resumed.world.world_size == 1
     loader.reshard(World(0, 3))

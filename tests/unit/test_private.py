@@ -226,7 +226,7 @@ def test_streaming_is_as_it_was_when_its_passes_are_over(monkeypatch: pytest.Mon
     second.close()
 
 
-def test_the_trainer_of_transformers_is_as_it_was_when_it_has_trained(tmp_path: Path) -> None:
+def test_the_trainer_of_transformers_is_as_it_was(tmp_path: Path) -> None:
     transformers_trainer = pytest.importorskip("transformers.trainer", reason="transformers is not installed")
     import test_trainers as trainers
 

@@ -138,7 +138,7 @@ def test_a_rest_that_needs_no_step_is_not_told(loop: Any, done: int, each: int, 
     assert [each for each in told if "no step()" in each] == []
 
 
-def test_a_batch_that_was_looked_at_before_the_loop_is_not_the_loops(tmp_path: Path) -> None:
+def test_a_batch_looked_at_before_the_loop_is_not_the_loops(tmp_path: Path) -> None:
     loader = midepoch.wrap(DataLoader(Indices(96), batch_size=4, shuffle=True), seed=0)
     with Snapshot(tmp_path / "snapshot.pt", every=1, signals=(), data=loader) as snapshot:
         next(iter(loader))

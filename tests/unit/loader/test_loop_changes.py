@@ -10,26 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import midepoch
 from midepoch import MidepochWarning, SourceError, StateCorruptError
 from midepoch.loader.loader import Loader
 from midepoch.loader.loop_changes import LoopChanges
 from midepoch.state.format import LONGEST_CHANGED
+from support import sources
 
 RESTORE = "restore it before the first batch"
 
 
-class Scaled(Dataset[Any]):
-    """Sample i times a factor that the program may change, and a counter that reading moves."""
+class Scaled(sources.Indices):
+    """Sample i, a factor that the program may change, and a counter that reading moves."""
 
     def __init__(self, size: int = 12) -> None:
-        self.size, self.factor, self.read = size, 1.0, 0
+        super().__init__(size)
+        self.factor, self.read = 1.0, 0
         self.data = torch.arange(float(size))
-
-    def __len__(self) -> int:
-        return self.size
 
     def __getitem__(self, index: int) -> Any:
         self.read += 1
@@ -163,7 +162,7 @@ def test_what_is_kept_is_bounded() -> None:
         assert again.state_dict()["changed"] == state["changed"], "no resume knows these, and none forgets them"
 
 
-def test_no_state_leaves_out_a_change_because_many_were_asked_for() -> None:
+def test_no_state_leaves_out_a_change() -> None:
     dataset = Scaled()
     loader = wrapped(dataset)
     batches = iter(loader)
@@ -175,20 +174,19 @@ def test_no_state_leaves_out_a_change_because_many_were_asked_for() -> None:
     assert json.loads(loader.state_dict()["changed"]) == {"dataset.factor": "7.0"}
 
 
+class Trainer:
+    step = 0
+
+    def collate(self, samples: Any) -> Any:
+        return torch.stack(samples)
+
+
 def test_a_trainer_whose_method_collates_is_not_the_readers() -> None:
-    class Trainer:
-        step = 0
-
-        def collate(self, samples: Any) -> Any:
-            return torch.stack(samples)
-
     trainer = Trainer()
-    source: Any = DataLoader(Scaled(), 2, collate_fn=trainer.collate)
-    loader = midepoch.wrap(source, seed=0)
-    for _ in range(2):
-        for _ in loader:
-            trainer.step += 1
-            assert loader.state_dict()["changed"] == ""
+    loader = midepoch.wrap(DataLoader(Scaled(), 2, collate_fn=trainer.collate), seed=0)
+    for _ in itertools.chain(loader, loader):
+        trainer.step += 1
+        assert loader.state_dict()["changed"] == ""
 
 
 @pytest.mark.parametrize("changed", ["[]", '{"dataset.p":3}', "{", '{"' + "a" * 200 + '":"1"}'])
@@ -263,15 +261,13 @@ class Counting:
 
 def test_what_moves_from_pass_to_pass_as_it_is_read_is_believed() -> None:
     stream = wrapped(Remembering())
-    source: Any = DataLoader(Scaled(), 2, collate_fn=Counting())
-    collating = midepoch.wrap(source, seed=0)
+    collating = midepoch.wrap(DataLoader(Scaled(), 2, collate_fn=Counting()), seed=0)
     for loader, name in ((stream, "passes"), (collating, "calls")):
         for _ in range(3):
             list(loader)
         promises = loader.capabilities
-        assert f"{name} moves from pass to pass as it is read" in promises.exact_augmentations.reason + (
-            promises.exact_order.reason
-        )
+        reasons = promises.exact_augmentations.reason + promises.exact_order.reason
+        assert f"{name} moves from pass to pass as it is read" in reasons
     assert stream.capabilities.exact_order.believed
     assert collating.capabilities.exact_augmentations.believed
     assert not collating.capabilities.exact_order.believed

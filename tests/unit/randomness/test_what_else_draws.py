@@ -9,17 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import midepoch
-
-
-class Noisy(Dataset[float]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> float:
-        return index + float(torch.rand(()))
+from support.sources import Noisy
 
 
 def moves(loader: Any) -> list[bool]:
@@ -37,11 +30,11 @@ def moves(loader: Any) -> list[bool]:
     [({}, [True] * 3), ({"num_workers": 1}, [True] * 3),
      ({"num_workers": 1, "persistent_workers": True}, [True, False, False])],
 )  # fmt: skip
-def test_a_plain_loader_draws_when_its_workers_start_and_a_wrapped_one_never(
+def test_a_plain_loader_draws_and_a_wrapped_one_never(
     settings: dict[str, Any], plain: list[bool]
 ) -> None:
     assert moves(DataLoader(range(8), batch_size=4, **settings)) == plain  # type: ignore[arg-type]
-    with midepoch.wrap(DataLoader(Noisy(), batch_size=4, **settings)) as loader:
+    with midepoch.wrap(DataLoader(Noisy(8), batch_size=4, **settings)) as loader:
         assert moves(loader) == [False] * 3
 
 
@@ -58,7 +51,7 @@ def program(path: Path, kind: str, limit: int | None) -> list[Any]:
     settings: dict[str, Any] = {} if "no workers" in kind else {"num_workers": 1}
     if "persistent" in kind:
         settings["persistent_workers"] = True
-    validation: Any = DataLoader(Noisy(), batch_size=4, shuffle=True, **settings)
+    validation: Any = DataLoader(Noisy(8), batch_size=4, shuffle=True, **settings)
     parts = {"data": train}
     if "wrapped" in kind:
         validation = midepoch.wrap(validation, seed=2)

@@ -25,6 +25,7 @@ from midepoch.order import Endless, Shuffled, Windowed
 from midepoch.order.keys import derive_key
 from midepoch.world import Tail, World
 from support.places import ROOT
+from support.sources import Indices
 
 EXAMPLE = ROOT / "examples" / "without_midepoch.py"
 PAGE = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
@@ -41,23 +42,9 @@ def example() -> ModuleType:
 without = example()
 
 
-class Echo:
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        if not 0 <= index < self.size:
-            raise IndexError(index)
-        return index
-
-
 def wrapped(size: int, batch_size: int, **options: Any) -> midepoch.Loader:
     shuffle, drop_last = options.pop("shuffle", True), options.pop("drop_last", False)
-    dataset: Any = Echo(size)
-    source: Any = DataLoader(dataset, batch_size, shuffle=shuffle, collate_fn=list, drop_last=drop_last)
+    source: Any = DataLoader(Indices(size), batch_size, shuffle=shuffle, collate_fn=list, drop_last=drop_last)
     return midepoch.wrap(source, **options)
 
 
@@ -208,7 +195,7 @@ def test_the_checksum_is_as_written() -> None:
 
 
 def test_streams_are_as_written() -> None:
-    class Drawing(Echo):
+    class Drawing(Indices):
         def __init__(self) -> None:
             super().__init__(7)
             self.own, self.old = np.random.default_rng(), np.random.RandomState()
@@ -218,7 +205,7 @@ def test_streams_are_as_written() -> None:
             return index, random.random(), np.random.rand(), self.own.random(), self.old.rand()
 
     order = Shuffled(7).epoch(5, 0)[:].tolist()
-    loader = midepoch.wrap(DataLoader(Drawing(), batch_size=None, shuffle=True), seed=5)  # type: ignore[arg-type]
+    loader = midepoch.wrap(DataLoader(Drawing(), batch_size=None, shuffle=True), seed=5)
     for position, found in enumerate(loader):
         key = derive_key(1, 5, 0, position)
         x, y = (without.extended(key, zlib.crc32(f"Drawing.{name}".encode())) for name in ("own", "old"))
