@@ -10,21 +10,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
-    TensorDataset,
 )
 
 import midepoch
 from midepoch import MidepochWarning, StateMismatchError, UnsupportedSourceError, World
-from midepoch.trying import LARGEST_COPY, copy_of
 from support import sources
 
 SIZE = 24
@@ -391,17 +387,3 @@ def test_a_sampler_that_is_changed_after_a_load_is_refused() -> None:
     sampler.length = SIZE
     ours.load_state_dict(state)
     assert len(list(ours)) == 4
-
-
-def test_a_copy_shares_data_and_is_bounded() -> None:
-    dataset = TensorDataset(torch.zeros(3))
-    sampler = Holding(RandomSampler(dataset), data=dataset)
-    copied = copy_of(sampler, Dataset).open()
-    assert copied is not sampler and copied.held["deep"] is not sampler.held["deep"]
-    assert copied.held["deep"][0]["data"] is dataset and copied._read.data_source is dataset
-    assert copy_of(sampler).open()._read.data_source is not dataset
-    large: Any = Named(content=bytearray(LARGEST_COPY + 1))
-    assert "more than 64 MB" in copy_of(large, Dataset).why
-    dataset.content = large.content
-    assert copy_of(sampler, Dataset).open()._read.data_source is dataset
-    assert "cannot be pickled" in copy_of(Named(each=lambda: 1), Dataset).why

@@ -155,23 +155,6 @@ def test_a_second_pass_in_a_body_is_told() -> None:
             list(loader)
 
 
-@pytest.mark.parametrize("kind", LOADERS)
-def test_a_checkpoint_that_is_the_last_thing_in_a_body(kind: str) -> None:
-    make, whole = LOADERS[kind], epochs_of(LOADERS[kind](), 0, 4)
-    with make() as loader:
-        got = []
-        for epoch in loader.epochs(2):
-            got.append([sources.plain(batch) for batch in loader])
-            loader.seek(epoch=epoch + 1)
-            state = json.loads(json.dumps(loader.state_dict()))
-            assert (state["epoch"], state["position"]) == (epoch + 1, 0)
-        assert loader.state_dict() == state
-    assert got == whole[:2]
-    loader = make()
-    loader.load_state_dict(state)
-    assert epochs_of(loader, 2, 4) == whole[2:]
-
-
 def test_a_body_that_is_declared_done_without_a_pass() -> None:
     loader, done = shuffled(), []
     for epoch in loader.epochs(3):
@@ -517,29 +500,6 @@ def test_a_save_on_the_way_out(where: str, tmp_path: Path, caplog: pytest.LogCap
         assert lines == [*whole[: at + 1], *whole[at:]]
     else:
         assert lines == whole
-
-
-@pytest.mark.parametrize("cut", [0, 1, 2])
-def test_a_zip_that_takes_several_batches_of_a_loader_goes_on(cut: int, tmp_path: Path) -> None:
-    """As it would if the step had not failed: no batch of any loader is passed over."""
-
-    def train(path: Path, fails: bool) -> list[Any]:
-        log, data, other = bodies.Log(), shuffled(1), midepoch.wrap([[each] for each in range(12)])
-        snapshot = Snapshot(path, signals=(), data=data, other=other, log=log)
-        with contextlib.ExitStack() as on_the_way_out:
-            on_the_way_out.callback(snapshot.save)
-            for epoch in snapshot.epochs(2):
-                for number, batches in enumerate(zip(data, *[iter(other)] * 2, strict=False), data.batches_done):
-                    log(epoch, batches)
-                    if fails and (epoch, number) == (1, cut):
-                        raise KilledError
-                    snapshot.step()
-        return log.lines
-
-    whole = train(tmp_path / "whole.pt", fails=False)
-    with pytest.raises(KilledError):
-        train(tmp_path / "snapshot.pt", fails=True)
-    assert train(tmp_path / "snapshot.pt", fails=False) == whole
 
 
 @pytest.mark.parametrize("again", ["in this process", "after a save"])
@@ -956,33 +916,6 @@ def test_what_is_committed_when_a_body_ends_is_the_next_epoch(tmp_path: Path) ->
     for epoch in Snapshot(path, signals=(), data=loader).epochs(3):
         given += [epoch for _ in loader]
     assert given == [epoch for epoch in range(3) for _ in range(len(loader))]
-
-
-def test_a_save_behind_the_loop_leaves_a_signal_s_alone(tmp_path: Path) -> None:
-    """The step has saved after a validation that `islice` had ended; later, it would seem to be interrupted."""
-
-    def train(path: Path, cut: bool) -> list[Any]:
-        log, data, validation = bodies.Log(), shuffled(1), shuffled(2)
-        snapshot = Snapshot(path, data=data, validation=validation, log=log)
-        try:
-            for epoch in snapshot.epochs(2):
-                for number, batch in enumerate(data, data.batches_done):
-                    log("data", epoch, batch)
-                    if number != 1:
-                        for other in itertools.islice(validation, 2):
-                            log("validation", epoch, other)
-                    if cut and number == 0:
-                        os.kill(os.getpid(), signal.SIGTERM)
-                    snapshot.step()
-        finally:
-            snapshot.save()
-            snapshot.close()
-        return log.lines
-
-    whole = train(tmp_path / "whole.pt", cut=False)
-    with pytest.raises(SystemExit):
-        train(tmp_path / "cut.pt", cut=True)
-    assert train(tmp_path / "cut.pt", cut=False) == whole
 
 
 def test_loader_epochs_beside_a_snapshot_names_its_epochs(tmp_path: Path) -> None:

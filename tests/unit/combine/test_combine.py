@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -431,21 +430,6 @@ def test_a_part_whose_epochs_vary_is_counted_in_its_own_epoch(mode: Any) -> None
     sources.taken(broken, 1)
     assert sources.taken(broken, 1) == epochs[1][:1]
     assert len(broken) == len(epochs[1])
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_peeking_at_the_end_leaves_a_state_that_loads(options: str) -> None:
-    """Of an unknown length."""
-    make = functools.partial(of_unknown, **OPTIONS[options])
-    epochs = passes(make(), 2)
-    loader = make()
-    sources.taken(loader)
-    before = loader.state_dict()
-    with contextlib.suppress(StopIteration):
-        loader.peek()
-    for state in (before, loader.state_dict()):
-        assert sources.taken(resumed(make(), state)) == epochs[1]
-    assert sources.taken(loader) == epochs[1]
 
 
 # --- failures ---

@@ -316,22 +316,6 @@ def test_a_loop_while_the_epoch_is_small(make: Callable[[], Loader], cut: int | 
     assert sources.taken(loader) == whole[2] and loader.epoch == 3
 
 
-def test_a_rollback_at_the_end_of_an_unknown_length() -> None:
-    first, second = epochs(stream, 2)
-    loader = stream()
-    for _ in loader:
-        loader.commit()
-    with pytest.raises(MidepochError, match="nothing to commit"):
-        loader.commit()
-    batches = iter(loader)
-    assert [next(batches), next(batches)] == second[:2]
-    loader.rollback()
-    assert list(batches) == second and place(loader) == (2, 0)
-    loader.rollback()
-    assert place(loader) == (1, 0) and list(loader) == second
-    assert first != second
-
-
 @pytest.mark.parametrize(
     ("tail", "drop_last", "over"), [("drop", False, True), ("pad", True, True), ("pad", False, False)]
 )
@@ -821,16 +805,6 @@ def test_a_sample_that_ends_the_iteration_loses_no_batch(first: int, workers: in
             next(batches)
         assert place(loader) == (0, 8)
     loader.close()
-
-
-@pytest.mark.parametrize(("says", "gives", "expected"), [(8, 6, "after 6"), (4, 6, "continues after")])
-def test_a_source_that_gives_other_than_its_length_is_named(says: int, gives: int, expected: str) -> None:
-    class Wrong(sources.Counter):
-        def __len__(self) -> int:
-            return says
-
-    with pytest.raises(SourceError, match=f"{expected}.*{says}"):
-        sources.taken(midepoch.wrap(Wrong(gives)))
 
 
 def test_one_thing_that_cannot_be_iterated_twice_is_named() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import random
@@ -128,41 +127,6 @@ PLACED: dict[str, Callable[..., Loader]] = {
     "webdataset, with steps that have no batch": webdataset_dropping,
     "webdataset, streamed": webdataset_streamed,
 }
-
-
-def places(loader: Loader) -> list[Any]:
-    """All that a loop can see: each batch, and between batches the state, now and two batches ago."""
-    found: list[Any] = []
-
-    def look() -> None:
-        found.append((loader.state_dict(), loader.epoch, loader.position, loader.batches_done))
-        with contextlib.suppress(StateError):
-            found.append(loader.state_dict(in_flight=2))
-
-    for _ in range(2):
-        look()
-        for batch in loader:
-            found.append(batch)
-            look()
-            if random.random() < 0.3:
-                with contextlib.suppress(StopIteration):
-                    found.append(loader.peek())
-                look()
-    look()
-    return found
-
-
-@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
-@pytest.mark.parametrize("name", PLACED)
-def test_the_loop_sees_the_same_places_as_without(name: str) -> None:
-    """In a state and in a count, now and two batches ago: those of the source's own batches."""
-    seen = []
-    for options in ({"then": lambda batch: drawing(batch)[0]}, {}):
-        random.seed(9)  # where it peeks
-        with PLACED[name](**options) as loader:
-            seen.append(sources.plain(places(loader)))
-    assert len(seen[0]) > 20
-    assert seen[0] == seen[1]
 
 
 @pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")

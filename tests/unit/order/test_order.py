@@ -398,14 +398,6 @@ def test_samples_move_no_further_than_stated(order: Windowed) -> None:
         assert (-moves < lengths[window] + before).all()
 
 
-def test_blocks_are_shuffled() -> None:
-    table = np.zeros((8, 8), dtype=np.int64)
-    for seed in range(1600):
-        blocks = Windowed(80, 10, 1).epoch(seed, 0)[:] // 10
-        np.add.at(table, (np.arange(8), blocks[::10]), 1)
-    assert_uniform(table)
-
-
 # ----------------------------------------------------------------------------------------------------
 # Cheap
 

@@ -204,25 +204,6 @@ def test_a_search_has_a_bound() -> None:
     assert calls < 10 * MOST_OBJECTS < 400_000, "of 40,000 objects, a quarter is looked at, and no more entered"
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_pass_looks_twice(num_workers: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """When it begins, and behind its first batch; in a worker process behind the second, fourth and eighth, too."""
-    log = tmp_path / "log"
-    log.touch()
-    from midepoch.randomness import streams
-
-    def noted(*roots: object) -> Any:
-        with log.open("a") as file:
-            file.write("x")
-        return find_generators(*roots)
-
-    monkeypatch.setattr(streams, "find_generators", noted)
-    loader = midepoch.wrap(DataLoader(Records(64), 4, num_workers=num_workers), seed=1)
-    for passes in (1, 2, 3):
-        assert len(list(loader)) == 16
-        assert log.stat().st_size == passes * (5 * num_workers or 2)
-
-
 # --- when ---
 
 
