@@ -5,7 +5,6 @@ import json  # noqa: I001
 import sys
 from itertools import accumulate, count, islice
 from typing import Any
-
 def extended(key: int, *words: int) -> int:
     for word in words:
         key = (key + (word + 1) * 0x9E3779B97F4A7C15) % 2**64
@@ -35,20 +34,21 @@ def position_of(place: int, holes: list[tuple[int, int]]) -> int:
     for start, stop in holes:
         place += stop - start if start <= place else 0
     return place
-
 def batches(state: Any, batch_size: int, rank: int, world: int, *options: str) -> Any:
     size, position, order = state["size"], state["position"], json.loads(state["fingerprint"])["order"]
     omit = dict(part.split(":") for part in state["omit"].split())
     for epoch in count(state["epoch"]):
         key = extended(0, int.from_bytes(b"shuffled", "big"), state["seed"], epoch, size)
-        holes = intervals(omit.get(str(epoch), "0"))
-        size_left = size - sum(stop - start for start, stop in holes)
-        first_place = position - sum(min(stop, position) - start for start, stop in holes if start < position)
+        skipped, done = (intervals(omit.pop(name, "0")) for name in (str(epoch), "done"))
+        kept = size - sum(stop - start for start, stop in skipped)
+        size_left = kept - sum(stop - start for start, stop in done)
+        first_place = position - sum(min(stop, position) - start for start, stop in skipped if start < position)
         for start in range(first_place, size_left, batch_size * world):
             rest = min(size_left - start, batch_size * world)
             share = rest // world if "drop" in options else -(-rest // world)
             places = range(start + rank * share, start + (rank + 1) * share)
-            at = [position_of(i % size_left, holes) for i in places if i < size_left or "uneven" not in options]
+            at = [position_of(position_of(i, done) if i < size_left else (i - size_left) % kept, skipped)
+                  for i in places if i < size_left or "uneven" not in options]
             if at and (len(at) == batch_size or "drop_last" not in options):
                 yield at if order == "sequential" else permuted(size, key, at)
         position = 0

@@ -38,7 +38,7 @@ def contribute(
     """The states of all parts, and this rank's contribution. `is_exact`: a state that is not known is an error."""
     states: dict[str, Any] = {}
     loaders: dict[str, Any] = {}
-    name, body = "the process", loop.body
+    name, body, at_start = "the process", loop.body, False
     is_exact = is_exact and not (body is not None and body.kept.unknown)
     try:
         for name, part in parts.items():
@@ -50,7 +50,8 @@ def contribute(
             taken = in_flight if body is None else body.in_flight_of(name, in_flight)
             state = loader.state_dict(taken) if is_exact else state_or_that_of_now(loader, taken)[0]
             states[name] = loaders[name] = state
-        ends = by_step and any(state["epoch"] and not state["position"] for state in loaders.values())
+            at_start = at_start or bool(state["epoch"] and not (state["position"] or (not taken and loader.position)))
+        ends = by_step and at_start
         return states, Contribution(loaders, save_generators(), loop.record(ends), "")
     except Exception as error:  # noqa: BLE001  # the other ranks wait for this one, and must hear of it
         problem = f"{name} gave no state: {type(error).__name__}: {error}"
@@ -74,8 +75,9 @@ def joined(
     for name in offers[0].loaders:
         loader, of_all = loader_of(parts[name]), [offer.loaders[name] for offer in offers]
         places = [(each["epoch"], each["position"]) for each in of_all]
-        if not is_rank_independent(loader):
-            states[name] = join_states(of_all) if len(offers) > 1 else of_all[0]
+        tickets = any(each["detail"].startswith("{") for each in of_all)
+        if tickets or not is_rank_independent(loader):
+            states[name] = join_states(of_all, loader) if len(offers) > 1 else of_all[0]
         elif len(set(places)) > 1:
             other = next(rank for rank, place in enumerate(places) if place != places[0])
             raise SnapshotError(

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from ..loader.loader import Loader
 from ..loader.reading import Reading
 from ..order import MAXIMUM_SIZE
-from ..order.holes import Holes, parse_skips, text_of_skips
+from ..order.holes import Holes, parse_omit, text_of_omit
 from ..world import MicroShare, Share, Tail, World
 
 __all__ = ["Entry", "seal", "unseal"]
@@ -87,7 +87,7 @@ class Entry:
             together=context.options.global_batch,
             fingerprint=loader._progress.states.fingerprint,
             detail=reading.session.detail(None) if can else "",
-            omit=text_of_skips({**context.skips, run.epoch: holes or Holes()}, run.epoch),
+            omit=text_of_omit({**context.skips, run.epoch: holes or Holes()}, run.epoch),
             unknown="" if can else can.reason,
         )
 
@@ -96,7 +96,7 @@ class Entry:
     @functools.cached_property
     def skips(self) -> dict[int, Holes]:
         """What epochs leave out."""
-        return parse_skips(self.omit)
+        return parse_omit(self.omit, self.epoch)[0]
 
     def holes(self, epoch: int) -> Holes:
         """What an epoch leaves out."""

@@ -57,7 +57,8 @@ class Unfollowed:
             return
         seen: dict[str, _Seen] = {}
         for name, loader in loaders.items():
-            if (reading := loader._progress.reading) is not None:
+            progress = loader._progress
+            if (reading := progress.reading) is not None and progress.context.tickets is None:
                 flying = body.in_flight_of(name, in_flight) if body else in_flight
                 seen[name] = _Seen(reading, reading.steps - flying, _rest_before(reading, loader), steps)
         self.is_due = self._first is None and bool(seen)

@@ -122,6 +122,7 @@ class Run:
         expects: the witness of a loaded state, to be compared.
         reports: whoever looks adds what it saw, before the first batch is handed out.
         holes: what is left out of the epoch. The share is then one of places (`midepoch.order.holes`).
+        skipped: what no padding repeats: the holes but for what is finished.
         session: a random number, different for each session in any process. Readers tell sessions apart by it.
     """
 
@@ -136,6 +137,7 @@ class Run:
     expects: Witness | None = None
     reports: list[WitnessReport] = field(default_factory=list, compare=False)
     holes: Holes | None = None
+    skipped: Holes | None = None
     session: int = field(default_factory=functools.partial(random.SystemRandom().getrandbits, 62))
 
 

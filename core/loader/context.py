@@ -10,6 +10,7 @@ from ..order.holes import Holes
 from ..randomness.streams import process_seed
 from ..world import Share, World, warn_of_mesh
 from .adapter import Adapter, Options, Run, Session
+from .tickets import Tickets
 from .whole_batches import Then
 
 __all__ = ["RunContext"]
@@ -23,6 +24,8 @@ class RunContext:
         resharded: the last world given to `Loader.reshard`.
         last: the world of the last pass; None if any other may follow.
         skips: the positions to leave out, by epoch.
+        done: the positions of the loaded epoch that are finished beyond its place; empty without any.
+        tickets: of batches that are finished one by one; None until one is asked for.
         is_part: the loader is part of a combination, where a batch that fails is given again unless the user states
             otherwise, and the place stays at the end of an epoch of unknown length until the next one begins.
     """
@@ -36,12 +39,14 @@ class RunContext:
         self.resharded: World | None = None
         self.last: World | None = None
         self.skips: dict[int, Holes] = {}
+        self.done: dict[int, Holes] = {}
+        self.tickets: Tickets | None = None
         self.is_part = False
         self._mesh_checked = False
         self._then = Then.of(options)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "last": None, "_then": None}
+        return {**self.__dict__, "last": None, "_then": None, "tickets": None}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes, _then=Then.of(attributes["options"]))
@@ -50,7 +55,7 @@ class RunContext:
         """Take over the seed and the world of another loader of the same source."""
         self._process_seed, self.resharded = other._process_seed, other.resharded
         self._seed, self._seed_is_private = other._seed, other._seed_is_private
-        self.is_part, self.skips = other.is_part, dict(other.skips)
+        self.is_part, self.skips, self.done = other.is_part, dict(other.skips), dict(other.done)
 
     def take_seed(self, seed: int) -> None:
         """Take over a loaded state's seed."""
@@ -94,13 +99,23 @@ class RunContext:
                 f"the source's sampler is for rank {by_source.rank} of {by_source.world_size}: make it for one "
                 "process (num_replicas=1, rank=0), and let midepoch shard"
             )
+        if self.tickets is not None:
+            raise UnsupportedSourceError(
+                "reshard() with tickets, of which each rank knows only its own: save midepoch.gather(loader), and load "
+                "it on all ranks of the new world"
+            )
         for part, _ in adapter.parts():
             part.check_reshard(world)
         adapter.size(self.seed(world), epoch, world)  # some sources are made for one world
 
-    def around(self, share: Share | None, epoch: int) -> Share | None:
-        """A share of an epoch, less what is left out."""
-        holes = self.skips.get(epoch)
+    def left_out(self, epoch: int) -> Holes | None:
+        """The positions of an epoch that are skipped, or finished beyond the loaded place; None without any."""
+        skipped, done = self.skips.get(epoch), self.done.get(epoch)
+        return skipped if done is None else Holes([*done, *(skipped or ())])
+
+    def around(self, share: Share | None, epoch: int, whole: bool = False) -> Share | None:
+        """A share of an epoch, less what is left out. `whole`: of the whole epoch, of which none is finished."""
+        holes = self.skips.get(epoch) if whole else self.left_out(epoch)
         if share is None or holes is None:
             return share
         return replace(share, size=holes.place_of(share.size), start=holes.place_of(share.start))

@@ -15,16 +15,18 @@ from ..backends import COUNTING_TRAINERS
 from ..errors import MidepochError, StateError, UnsupportedSourceError, warn
 from ..sharding import length_of
 from ..state.format import State
+from ..state.parts import part_of
 from ..world import MicroShare, Share, World
 from .adapter import Adapter, Options, Reach
 from .body import RUNNING, Body, check_epochs, warn_of_done
-from .capabilities import Capabilities
+from .capabilities import Capabilities, Capability
 from .context import RunContext
 from .notebook import table
 from .place import Place, Unknown
 from .progress import Pass, Progress
 from .source_attributes import BatchSamplerOfSource, SamplerOfSource, SourceAttribute, SourceDataset, refuse_change
 from .states import States
+from .tickets import Ticket
 
 __all__ = ["Loader"]
 
@@ -85,12 +87,17 @@ class Loader(Generic[Batch]):
     @property
     def capabilities(self) -> Capabilities:
         """What this loader promises, each answer with its reason, as far as is known now. Reads no data."""
-        return self._adapter.promises
+        promises = self._adapter.promises
+        if self._adapter.rank_independent and not self.is_rank_independent:
+            why = "each rank knows which of its own tickets are finished: use midepoch.gather(loader)"
+            promises = replace(promises, rank_independent=Capability(False, why))
+        return promises
 
     @property
     def is_rank_independent(self) -> bool:
         """Whether the state is the same on every rank; `capabilities` has the reason."""
-        return self._adapter.rank_independent
+        in_parts = self._context.tickets is not None and self._context.world().world_size > 1
+        return self._adapter.rank_independent and not in_parts
 
     def witnesses_in(self, state: State) -> dict[str, str]:
         """The witnesses in a state of any rank, by the part of a combination: "1.0" is the first of the second part."""
@@ -211,7 +218,7 @@ class Loader(Generic[Batch]):
             TypeError: the source's length is not known.
         """
         world = self._context.world()
-        share = self._progress.share(world, self.epoch, 0)
+        share = self._progress.share(world, self.epoch, 0, whole=True)
         if share is not None:
             stated, skips = self._adapter.facts.stated_size, self.epoch in self._context.skips
             size = None if stated is None or skips else stated(self.epoch, world)
@@ -249,7 +256,7 @@ class Loader(Generic[Batch]):
         progress = self._progress
         if progress.next_is_empty and not progress.is_at_end:
             return 0  # the place is that of a later pass
-        share, left = progress.share(self._context.world(), self.epoch, 0), progress.steps_left()
+        share, left = progress.share(self._context.world(), self.epoch, 0, whole=True), progress.steps_left()
         # Whether the next pass is empty, because the body of its epoch goes on after its last batch.
         continues = progress.body is not None and not progress.new_epoch and self.position > 0
         if left == 0 and not (continues or progress.next_is_empty):
@@ -308,6 +315,8 @@ class Loader(Generic[Batch]):
             if in_flight:
                 raise MidepochError("commit() says which batches were trained on: leave in_flight out")
             return dict(committed)
+        if in_flight and self._context.tickets is not None:
+            raise MidepochError("finish() says which batches were trained on: leave in_flight out")
         return self._progress.state(in_flight)
 
     def load_state_dict(self, state: State) -> None:
@@ -389,6 +398,7 @@ class Loader(Generic[Batch]):
             return
         epoch, is_fresh = max(epoch - self._ahead, 0), progress.origin is None
         if epoch > self.epoch or (epoch < self.epoch and is_fresh):
+            progress.check_left(epoch)
             there = progress.place_at(epoch, 0)  # before anything changes: it may be refused
             if progress.new_epoch:
                 progress.end_pass()
@@ -438,6 +448,68 @@ class Loader(Generic[Batch]):
         """The positions that this epoch and later ones leave out, as ranges [start, stop), by epoch."""
         return {each: list(holes) for each, holes in sorted(self._context.skips.items()) if each >= self.epoch}
 
+    # --- batches that are finished in any order ---
+
+    @property
+    def ticket(self) -> Ticket:
+        """Of the batch handed out last: small and hashable, for queues and pickle. `finish` takes it, once, here.
+
+        From the first ticket on, a batch counts when it is finished. What is not comes again after a resume, in order,
+        on any number of ranks; an epoch cannot be left before. Every rank takes tickets, from the same batch on, and
+        finishes its own; in a larger world `midepoch.gather` or a `Snapshot` unites what they have finished.
+
+        Raises:
+            MidepochError: no batch was handed out since the last load, or `commit` is used.
+            UnsupportedSourceError: `capabilities.skips` says no, or ``global_batch=`` was given.
+        """
+        if self._context.tickets is None:
+            if self._context.is_part:
+                raise UnsupportedSourceError("ticket: a combination's parts have none; wrap the source by itself")
+            if not (can := self.capabilities.skips):
+                raise UnsupportedSourceError(f"ticket: {can.reason}; finish batches in order instead, with commit()")
+            if self._options.global_batch is not None:
+                raise UnsupportedSourceError("ticket: steps of a global batch end together; leave global_batch= out")
+            if self._progress.committed is not None:
+                raise MidepochError("ticket: commit() says which batches were trained on; leave commit() out")
+        return self._progress.take_ticket()
+
+    def finish(self, ticket: Ticket) -> None:
+        """Declare that a batch was trained on. In any order, from any thread of the process that handed it out.
+
+        Raises:
+            StateError: the ticket is finished already, or of another run, or of a place that was left by a load, a
+                seek or a rollback. Nothing is changed.
+        """
+        tickets = self._context.tickets
+        if type(ticket) is not Ticket:
+            raise TypeError(f"finish takes what loader.ticket returned, got {ticket!r:.80}")
+        if tickets is None:
+            raise StateError(f"{ticket} is of another run: its batch is given again; drop its result")
+        tickets.finish(ticket)
+
+    @property
+    def frontier(self) -> tuple[int, int]:
+        """The epoch and the position before which all batches are finished, as far as this rank knows.
+
+        Without tickets, where the next batch is.
+        """
+        return self._progress.frontier()
+
+    def united(self, states: list[State]) -> State | None:
+        """One state, from those of all ranks of which each knows its own tickets; None if tickets are not the reason.
+
+        Raises:
+            MidepochError: some ranks take tickets, and some do not.
+        """
+        if not self._adapter.rank_independent:
+            return None
+        taken = [state["detail"].startswith("{") for state in states]
+        if not any(taken):
+            return states[0]
+        if not all(taken):
+            raise MidepochError(f"rank {taken.index(False)} takes no tickets, and others do: take them on every rank")
+        return self._progress.united([part_of(each["detail"], rank, len(states)) for rank, each in enumerate(states)])
+
     # --- ranks that leave and join while training goes on ---
 
     def reshard(self, world: World) -> None:
@@ -481,6 +553,8 @@ class Loader(Generic[Batch]):
             StateError: the source cannot say where it stands.
         """
         progress = self._progress
+        if self._context.tickets is not None:
+            raise MidepochError("commit() with tickets, which say what was trained on: leave commit() out")
         place, origin = progress.here(), progress.origin
         if progress.within:
             raise MidepochError(

@@ -20,11 +20,14 @@ import contextlib
 import enum
 import logging
 import weakref
+from collections.abc import Sequence
 from typing import Any, Self
 
 from ..errors import MidepochError, SourceError, StateError, warn
-from ..order.holes import Holes, parse_skips, text_of_skips
+from ..order import MAXIMUM_SIZE
+from ..order.holes import Holes, parse_omit, text_of_omit
 from ..state.format import State, reseal
+from ..state.parts import single_part
 from ..world import Share, World
 from .adapter import Reach, Run
 from .body import Body, Interval
@@ -32,6 +35,7 @@ from .context import RunContext
 from .place import LATER, Place, Unknown
 from .reading import History, Reading, new_history, place_before
 from .states import States
+from .tickets import Ticket, Tickets
 
 __all__ = ["Pass", "Phase", "Progress"]
 
@@ -223,7 +227,11 @@ class Progress:
     def is_unfinished(self) -> bool:
         """Whether this is the epoch of a loaded state, which was saved within it."""
         loaded = self.loaded
-        return loaded is not None and loaded["position"] > 0 and loaded["epoch"] == self.epoch
+        return loaded is not None and loaded["epoch"] == self.epoch and self._has_done(self.epoch, loaded["position"])
+
+    def _has_done(self, epoch: int, position: int) -> bool:
+        """Whether something of an epoch was done at a place."""
+        return position > 0 or epoch in self.context.done
 
     def last_given(self) -> tuple[Share | None, int]:
         """Of the batch handed out last: its session's share, None if unknown, and the batches up to this one."""
@@ -249,13 +257,13 @@ class Progress:
             raise place.detail.error(str(place.detail))
         return place
 
-    def share(self, world: World, epoch: int, position: int) -> Share | None:
-        """This rank's batches from (epoch, position) on; None if the length is unknown."""
+    def share(self, world: World, epoch: int, position: int, whole: bool = False) -> Share | None:
+        """This rank's batches from (epoch, position) on; None if the length is unknown. `whole`: of all the epoch."""
         detail = self.place.detail if self.reading is None else self.reading.run.detail
         if isinstance(detail, Unknown) or detail is LATER or self.is_at_end:
             detail = ""  # that of the place is not known, or is the next epoch's
         share = self.context.adapter.share(self.context.seed(world), epoch, position, world, detail)
-        return self.context.around(share, epoch)
+        return self.context.around(share, epoch, whole)
 
     def steps_left(self) -> int | None:
         """Batches left in this epoch on this rank; None if unknown."""
@@ -273,20 +281,107 @@ class Progress:
         """As `Loader.state_dict`, where nothing was committed."""
         if in_flight:
             return self.state_at(place_before(self.history, in_flight))
+        if (tickets := self.context.tickets) is not None and tickets.epoch is not None:
+            return self._state_of(tickets)
         loaded, here = self.loaded, (self.epoch, self.position)
         if loaded is not None and not self.history and here == (loaded["epoch"], loaded["position"]):
             return dict(loaded)
         return self.state_at(self.here())
 
-    def state_at(self, place: Place) -> State:
-        """The state at a place."""
+    def state_at(self, place: Place, done: Holes | None = None) -> State:
+        """The state at a place. `done`: what is finished beyond it, if not as it was loaded."""
         context, reading = self.context, self.reading
         world = context.world() if reading is None else reading.run.world
         if why := context.adapter.unreachable(place):
             warn(f"{why}. Save after a batch: no other loader can load this state")
-        last_read = place.epoch if place.position else place.epoch - 1
-        omit = text_of_skips(context.skips, place.epoch)
+        last_read = place.epoch if self._has_done(place.epoch, place.position) or done else place.epoch - 1
+        try:
+            omit = self._omit(place.epoch, place.position, done)
+        except ValueError as error:
+            cure = "skip fewer, longer ranges, or finish the oldest batches first"
+            raise StateError(f"{error}: {cure}, before position {place.position} the rest") from None
         return self.states.build(place, context.seed(world), world, self.states.witness(last_read), omit)
+
+    def _omit(self, epoch: int, position: int, done: Holes | None = None) -> str:
+        """What a state at a place leaves out. `done`: as for `state_at`."""
+        if done is None and epoch in self.context.done:
+            done = Holes((max(start, position), stop) for start, stop in self.context.done[epoch])
+        return text_of_omit(self.context.skips, epoch, done)
+
+    # --- tickets ---
+
+    def take_ticket(self) -> Ticket:
+        """As `Loader.ticket`, if this loader can have any."""
+        if not self.history:
+            raise MidepochError("no batch was handed out since the start or the last load: take one, then its ticket")
+        reading, context = self.history[-1][0], self.context
+        if context.tickets is None:
+            if self.reading is not reading:
+                self.suspend()  # a look at the next epoch's first batch, which has no ticket yet
+            context.tickets = Tickets()
+            self._begin_tickets(reading, context.tickets)
+            context.tickets.finish_before(reading.steps - 1)
+        run = reading.run
+        return Ticket(run.session, run.epoch, run.world.rank, reading.steps - 1)
+
+    def _begin_tickets(self, reading: Reading, tickets: Tickets) -> None:
+        run, adapter = reading.run, self.context.adapter
+        share = run.share
+        if share is None:  # without an end
+            world, batch_size = adapter.sharing(run.world), adapter.facts.batch_size
+            share = Share(MAXIMUM_SIZE, reading.start, batch_size, world, run.tail, adapter.facts.drop_last)
+        tickets.begin(reading, share)
+
+    def check_left(self, epoch: int) -> None:
+        """Raise a MidepochError if the loader would go on to an epoch, and tickets of the one before are open."""
+        tickets = self.context.tickets
+        if tickets is not None and tickets.epoch not in (None, epoch) and (count := tickets.open):
+            raise MidepochError(
+                f"epoch {tickets.epoch} cannot be left: {count} of its batches {'is' if count == 1 else 'are'} not "
+                "finished; finish them, or load midepoch.gather(loader), after which they are given again"
+            )
+
+    def _state_of(self, tickets: Tickets) -> State:
+        """The state where batches are finished one by one: in a larger world, this rank's part of it."""
+        self.here()  # raises if it is not known
+        mine, run = self._own_part(tickets), tickets.first.run
+        if run.world.world_size == 1:
+            return self.united([mine])
+        state = self.state_at(Place(run.epoch, run.position, tickets.last[0].session.detail(None)))
+        detail, witness = single_part(run.world.rank, mine), self.states.witness(run.epoch)
+        return reseal({**state, "detail": detail, "witness": witness})
+
+    def united(self, parts: Sequence[str]) -> State:
+        """The state, from the parts of all ranks."""
+        tickets = self.context.tickets
+        assert tickets is not None  # which have made the parts
+        place, beyond = self._frontier(tickets, parts)
+        return self.state_at(place, beyond)
+
+    def frontier(self) -> tuple[int, int]:
+        """As `Loader.frontier`."""
+        tickets = self.context.tickets
+        if tickets is None or tickets.epoch is None:
+            return self.epoch, self.position
+        place, _ = self._frontier(tickets, [self._own_part(tickets)] * tickets.first.run.world.world_size)
+        return place.epoch, place.position
+
+    def _own_part(self, tickets: Tickets) -> str:
+        return tickets.text(ended=self.epoch != tickets.epoch or self.is_at_end)
+
+    def _frontier(self, tickets: Tickets, parts: Sequence[str]) -> tuple[Place, Holes]:
+        """The place before which all is finished, and what is finished beyond it, from the parts of all ranks."""
+        (reading, size), first = tickets.last, tickets.first.run
+        known = [(0, first.position), *self.context.done.get(first.epoch, ()), *tickets.finished(parts)]
+        past = Holes([*known, *self.context.skips.get(first.epoch, ())])
+        frontier = past.stops[0] if 0 in past else 0
+        if frontier < size and not all(part.startswith("1") for part in parts):
+            beyond = Holes((max(start, frontier), stop) for start, stop in known)
+            return Place(first.epoch, frontier, reading.session.detail(None)), beyond
+        if self.epoch != first.epoch or self.is_at_end:
+            return self.here(), Holes()
+        following = self.place_at(first.epoch + 1, 0)  # of which this rank has not been told
+        return following if self.body is None else following.before(size), Holes()
 
     def check(self, state: State) -> tuple[State, Place]:
         """A copy of `state`, if this loader can continue from it, and its place. Raises StateError if it cannot."""
@@ -298,7 +393,8 @@ class Progress:
         self.move(place, checked)
         self.loaded = checked
         self.context.take_seed(checked["seed"])
-        self.context.skips = parse_skips(checked["omit"])
+        self.context.skips, done = parse_omit(checked["omit"], place.epoch)
+        self.context.done = {place.epoch: done} if done else {}
         self.states.expect(checked)
 
     # --- what is left out ---
@@ -308,7 +404,7 @@ class Progress:
         context, before = self.context, dict(self.context.skips)
         context.skips = {**before, epoch: Holes([*before.get(epoch, ()), (start, stop)])}
         try:
-            text = text_of_skips(context.skips, self.epoch)
+            text_of_omit(context.skips, self.epoch)
         except ValueError as error:
             context.skips = before
             raise StateError(f"{error}: skip fewer, longer ranges") from None
@@ -318,10 +414,11 @@ class Progress:
             context.skips = {**before, epoch: Holes([*before.get(epoch, ()), (start, stop)])}
             if (latest := self.latest()) is not None:
                 latest.resharded = True
-        if self.loaded is not None:
-            self.loaded = reseal({**self.loaded, "omit": text})
-        if self.committed is not None:
-            self.committed = reseal({**self.committed, "omit": text})
+        self.loaded, self.committed = self._skipping(self.loaded), self._skipping(self.committed)
+
+    def _skipping(self, state: State | None) -> State | None:
+        """A state with what is skipped now."""
+        return None if state is None else reseal({**state, "omit": self._omit(state["epoch"], state["position"])})
 
     # --- going elsewhere ---
 
@@ -341,6 +438,7 @@ class Progress:
     def move(self, place: Place, state: State | None = None) -> None:
         """Be at `place`, which counts as committed where commits are used. `state`: its state, if that is known."""
         seed = self.context.seed(self.context.world()) if state is None else state["seed"]
+        self.context.done = {}
         self.put(place)
         self.context.adapter.prepare(place, seed, "moved")
         self.origin = place
@@ -354,6 +452,8 @@ class Progress:
                 reading.close()
         self.spent = self.reading = None
         self.place, self.loaded, self.new_epoch = place, None, False
+        if self.context.tickets is not None:
+            self.context.tickets.clear()
         self.history.clear()
         self.failed.clear()
 
@@ -376,6 +476,7 @@ class Progress:
 
     def end_epoch(self) -> None:
         """Give up the rest of this epoch."""
+        self.check_left(self.epoch + 1)
         following = self.place_at(self.epoch + 1, 0)
         nothing_since = self.origin is not None and (self.epoch, self.position) == self.origin[:2] and not self.within
         self.finish()
@@ -397,19 +498,23 @@ class Progress:
         context, adapter = self.context, self.context.adapter
         world = context.enter()
         seed, place, skipped = context.seed(world), self.here(), self.skipped if self.failed else 0
-        holes = context.skips.get(place.epoch)
+        around = bool(context.skips or context.done)
+        holes = context.left_out(place.epoch) if around else None
         if skipped:
             after = place.position if holes is None else holes.place_of(place.position)
             after += skipped * adapter.units_per_step(world)
             place = self.place_at(place.epoch, after if holes is None else holes.position_of(after))
         share = None if place.at_end else self._prepared_share(place, seed, world)
-        if place.at_end or (share is not None and share.global_steps == 0 and place.position > 0):
+        begun = place.position > 0 or place.epoch in context.done
+        if place.at_end or (share is not None and share.global_steps == 0 and begun):
             # Less than one global batch is left.
             latest = self.latest()
             if self.body is not None or skipped or (latest is not None and latest.resharded):
                 return False
             place = self.place_at(place.epoch + 1, 0)
             share = self._prepared_share(place, seed, world)
+        if context.tickets is not None:
+            self.check_left(place.epoch)
         detail = place.detail
         if not detail and not place.position:
             detail = adapter.detail_at(place, place[:2], seed, world)
@@ -418,19 +523,21 @@ class Progress:
                 self.origin = place._replace(detail=detail)  # as the source says it now, which reading changes
             self.place = place._replace(detail=detail)
         looks, expects = self.states.looks(place.epoch), self.states.expected
-        holes = context.skips.get(place.epoch)
-        tail = adapter.tail_in_use
-        run = Run(place.epoch, place.position, seed, world, share, tail, detail, looks, expects, holes=holes)
+        holes = context.left_out(place.epoch) if around else None
+        skips, tail = context.skips.get(place.epoch), adapter.tail_in_use
+        run = Run(place.epoch, place.position, seed, world, share, tail, detail, looks, expects, [], holes, skips)
         remembers = context.options.remember > 0 or adapter.facts.remembers
         self.reading = Reading(context.session(run), run, adapter.units_per_step(world), remembers)
+        if context.tickets is not None:
+            self._begin_tickets(self.reading, context.tickets)
         if (changes := self.states.changes) is not None:
-            changes.opened(place.position > 0)
+            changes.opened(place.position > 0 or place.epoch in context.done)
         return True
 
     def _prepared_share(self, place: Place, seed: int, world: World) -> Share | None:
         self.context.adapter.prepare(place, seed, "opened")
         share = self.context.adapter.share(seed, place.epoch, place.position, world, place.detail)
-        return self.context.around(share, place.epoch) if self.context.skips else share
+        return self.context.around(share, place.epoch) if self.context.skips or self.context.done else share
 
     def suspend(self, bookmark: Any = None) -> None:
         """Close the open session, and keep its place. `bookmark`: taken before a batch that failed."""
@@ -587,6 +694,7 @@ class Progress:
         if self.spent is not None:
             self.finish()
         if self.new_epoch and (self.has_begun or self.is_at_end):
+            self.check_left(self.epoch + 1)
             self._warn_of_dropped()
             self.end_epoch()
         self.failed.clear()  # only who asks the same iterator again continues after a batch that failed
@@ -634,7 +742,7 @@ class Progress:
         if reading is not self.reading:
             return False
         run, share = reading.run, reading.share
-        nothing_left = not reading.steps and run.position > 0
+        nothing_left = not reading.steps and self._has_done(run.epoch, run.position)
         reading.correct()
         if reading.last_step is None:
             before = sum(each.run.epoch == run.epoch - 1 for each, _, _ in self.history)

@@ -33,7 +33,7 @@ class Reading:
         self.session, self.run = session, run
         self.steps, self.position, self.global_batch = 0, run.position, global_batch
         if run.holes is not None:
-            self.position = run.holes.place_of(run.position)
+            self.position = self.start
         self.last_step = None if share is None else share.global_steps
         self.peeked: list[tuple[Any, Any]] = []
         self.bookmarks = (bookmarks and session.bookmark is not None) or isinstance(share, MicroShare)
@@ -42,6 +42,11 @@ class Reading:
     def share(self) -> Share | None:
         """This rank's batches in the session; None if only reading tells how many there are."""
         return None if self.session.varies else self.run.share
+
+    @property
+    def start(self) -> int:
+        """The place of its first batch."""
+        return self.run.position if self.run.holes is None else self.run.holes.place_of(self.run.position)
 
     @property
     def within(self) -> bool:
@@ -54,8 +59,7 @@ class Reading:
         share, moved = self.run.share, self.steps * self.global_batch
         if isinstance(share, MicroShare):
             moved = share.moved(self.steps)
-        start = self.run.position if self.run.holes is None else self.run.holes.place_of(self.run.position)
-        self.position = start + moved + self.session.position_correction
+        self.position = self.start + moved + self.session.position_correction
         if self.session.varies:
             self.last_step = None
 

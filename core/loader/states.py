@@ -10,7 +10,7 @@ import json
 from typing import Any, Literal, NoReturn
 
 from ..errors import StateCorruptError, StateMismatchError, warn
-from ..order.holes import parse_skips
+from ..order.holes import parse_omit
 from ..state import format as states
 from ..state import parts
 from ..state.format import State
@@ -117,12 +117,13 @@ class States:
             StateError: it cannot. The message says what differs and what to do.
         """
         checked = states.check(state)
+        self._check_whole(checked)
         adapter, stated_seed = self._context.adapter, self._context.options.seed
         if checked["adapter"] != adapter.name:
             _mismatch("the adapter", checked["adapter"], adapter.name, "wrap the kind of source that was saved")
         if stated_seed is not None and checked["seed"] != stated_seed:
             _mismatch("the seed", checked["seed"], stated_seed, "pass that seed, or none to take over the saved one")
-        inside = checked["position"] > 0 or checked["detail"]
+        inside = checked["position"] > 0 or checked["detail"] or checked["omit"].startswith("done")
         # Of what each rank knows for itself, `rank_part` says which worlds can share it.
         if inside and adapter.rank_independent and not adapter.elastic and checked["world_size"] != world.world_size:
             adapter.refuse_world(checked["world_size"], world)
@@ -145,24 +146,38 @@ class States:
         adapter.check_detail(place.detail, checked["seed"], begins.epoch, begins.position, world)
         Witness.parse(checked["witness"])
         parse(checked["changed"])
-        self._check_omit(checked["omit"], checked["epoch"], size)
+        self._check_omit(checked["omit"], place, size)
         return checked, place
 
-    def _check_omit(self, omit: str, epoch: int, size: int | None) -> None:
+    def _check_whole(self, state: State) -> None:
+        """Refuse what one rank alone knows of its tickets."""
+        if self._context.adapter.rank_independent and state["detail"].startswith("{"):
+            rank = next(iter(parts.parts_in(state["detail"], state["world_size"])))
+            raise StateMismatchError(
+                f"this state says only which batches of rank {rank} of {state['world_size']} are finished: save what "
+                "midepoch.gather(loader) returns (call it on every rank)"
+            )
+
+    def _check_omit(self, omit: str, place: Place, size: int | None) -> None:
         """Raise a StateError unless this source can leave out what a state leaves out."""
+        epoch = place.epoch
         try:
-            skips = parse_skips(omit)
+            skips, done = parse_omit(omit, epoch)
         except ValueError as error:
             raise StateCorruptError(f"omit is damaged ({error}): use an undamaged state") from None
         can = self._context.adapter.promises.skips
-        if skips and (self._context.is_part or not can):
+        if omit and (self._context.is_part or not can):
             raise StateMismatchError(f"the state skips positions, and this source cannot ({can.reason}): load another")
         for each, holes in skips.items():
-            if each < epoch or (size is not None and each == epoch and holes.stops[-1] > size):
+            if (size is not None and each == epoch and holes.stops[-1] > size):
                 raise StateCorruptError(
                     f"omit names positions up to {holes.stops[-1]} of epoch {each}, and the state is in epoch {epoch} "
                     f"of {size}: use an undamaged state"
                 )
+        if done and not (place.position <= done.starts[0] and (size is None or done.stops[-1] <= size)):
+            raise StateCorruptError(
+                f"omit has finished positions outside of [{place.position}, {size}): use an undamaged state"
+            )
 
     def _warn_of_package(self, fingerprint: str) -> None:
         """Warn where a source's package is of another version than the one that has made the state."""

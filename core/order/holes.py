@@ -13,16 +13,16 @@ from itertools import accumulate
 from math import gcd
 from operator import sub
 
-__all__ = ["MOST_HOLES", "Holes", "parse_skips", "text_of_skips"]
+__all__ = ["MOST_HOLES", "Holes", "parse_omit", "text_of_omit"]
 
 MOST_HOLES = 512
-"""Intervals in a state, of all epochs together."""
+"""Intervals in a state, of all epochs and of what is finished together."""
 
 LONGEST = 3584
 """Characters of all of them in a state."""
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-_PART = re.compile(r"(\d{1,19}):([0-9a-z]{1,12}(?:\.[0-9a-z]{1,12}\.[0-9a-z]{1,12})+)")
+_PART = re.compile(r"(done|\d{1,19}):([0-9a-z]{1,12}(?:\.[0-9a-z]{1,12}\.[0-9a-z]{1,12})+)")
 
 
 class Holes:
@@ -48,6 +48,10 @@ class Holes:
 
     def __len__(self) -> int:
         return len(self.starts)
+
+    def __contains__(self, position: int) -> bool:
+        i = bisect_right(self.starts, position)
+        return i > 0 and position < self.stops[i - 1]
 
     def position_of(self, place: int) -> int:
         """The position of a place."""
@@ -91,26 +95,41 @@ def _base_36(number: int) -> str:
     return text or "0"
 
 
-def text_of_skips(skips: dict[int, Holes], epoch: int) -> str:
-    """What an epoch and later ones leave out, as text: ``EPOCH:HOLES EPOCH:HOLES``; empty without holes.
+def text_of_omit(skips: dict[int, Holes], epoch: int, done: Holes | None = None) -> str:
+    """What an epoch and later ones leave out, as text: ``done:HOLES EPOCH:HOLES EPOCH:HOLES``; empty without holes.
+
+    What is finished is written by places, so that a skip within it makes no more intervals of it.
+
+    Args:
+        skips: by epoch.
+        epoch: of the state; those before it are left out.
+        done: what is finished beyond the state's position.
 
     Raises:
         ValueError: there are too many intervals for a state.
     """
-    parts = {each: holes for each, holes in sorted(skips.items()) if each >= epoch and holes.total}
+    skipped = skips.get(epoch, Holes())
+    places = Holes((skipped.place_of(start), skipped.place_of(stop)) for start, stop in done or ())
+    kept = {each: holes for each, holes in sorted(skips.items()) if each >= epoch}
+    parts = {name: holes for name, holes in (("done", places), *kept.items()) if holes.total}
     text, count = " ".join(f"{each}:{holes.text()}" for each, holes in parts.items()), sum(map(len, parts.values()))
     if count > MOST_HOLES or len(text) > LONGEST:
         raise ValueError(f"{count} intervals in {len(text)} characters, and a state holds {MOST_HOLES} in {LONGEST}")
     return text
 
 
-def parse_skips(text: str) -> dict[int, Holes]:
-    """The epochs of such a text. Raises ValueError unless `text_of_skips` has written it."""
-    found = {}
+def parse_omit(text: str, epoch: int) -> tuple[dict[int, Holes], Holes]:
+    """The skips by epoch, and what is finished. Raises ValueError unless `text_of_omit` has written it."""
+    skips, places = dict[int, Holes](), Holes()
     for part in text.split():
         if (match := _PART.fullmatch(part)) is None:
             raise ValueError(f"{part!r:.40} is not EPOCH:INTERVALS")
-        found[int(match[1])] = Holes.parse(match[2])
-    if text_of_skips(found, 0) != text:
+        if match[1] == "done":
+            places = Holes.parse(match[2])
+        else:
+            skips[int(match[1])] = Holes.parse(match[2])
+    spans = skips.get(epoch, Holes()).spans
+    done = Holes(span for place in places for span in spans(*place))
+    if text_of_omit(skips, epoch, done) != text:
         raise ValueError(f"{text!r:.40} is not as midepoch writes it")
-    return found
+    return skips, done

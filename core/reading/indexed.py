@@ -161,9 +161,11 @@ def _requests_around(
 ) -> Iterator[MapRequest]:
     """As `map_requests`, around positions that are left out: the share is one of places."""
     places, size, look = share.size, share.size + holes.total, bool(run.looks and share.size)
+    skipped = run.skipped or Holes()
     for left, (start, stop) in zip(range(share.steps - 1, -1, -1), spans(share), strict=True):
         pieces = holes.spans(start, min(stop, places))
-        repeats = [holes.position_of(place % places) for place in range(max(start, places), stop)]
+        beyond = range(max(start - places, 0), stop - places)
+        repeats = [skipped.position_of(place % (size - skipped.total)) for place in beyond]
         pieces += [(position, position + 1) for position in repeats]
         first, last = pieces[0][0], max(piece[1] for piece in pieces)
         if 0 < last - first <= _MOST_AHEAD and min(pieces)[0] == first:  # one slice costs less than several

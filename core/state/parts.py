@@ -132,7 +132,7 @@ def gather_state(loader: object, state: State, group: torch.distributed.ProcessG
         )
     states: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(states, state, group=group)
-    joined = join_states(states)
+    joined = join_states(states, loader)
     if torch.distributed.get_rank(group) == 0:
         warn_of_witnesses("the loader", loader, states)
     return joined
@@ -143,8 +143,12 @@ def is_rank_independent(loader: object) -> bool:
     return bool(getattr(loader, "is_rank_independent", True))
 
 
-def join_states(states: list[State]) -> State:
+def join_states(states: list[State], loader: Any = None) -> State:
     """One state for all ranks, from the states of all ranks, each of which has only its own part.
+
+    Args:
+        states: by rank.
+        loader: of this rank, whose tickets say what the parts mean.
 
     Raises:
         MidepochError: the ranks do not stand at the same place.
@@ -157,6 +161,8 @@ def join_states(states: list[State]) -> State:
         )
     if alone := [rank for rank, each in enumerate(states) if each["omit"] != states[0]["omit"]]:
         raise MidepochError(f"rank {alone[0]} skips other positions than rank 0: call skip() on every rank alike")
+    if (united := loader.united(states) if hasattr(loader, "united") else None) is not None:
+        return dict(united)
     if all(not each["detail"] for each in states):
         return states[0]
     parts = [part_of(each["detail"], rank, len(states)) if each["detail"] else "" for rank, each in enumerate(states)]

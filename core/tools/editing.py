@@ -12,7 +12,7 @@ import torch
 
 from ..checkpoint.files import checksums
 from ..errors import SnapshotError, StateError
-from ..order.holes import Holes, parse_skips, text_of_skips
+from ..order.holes import Holes, parse_omit, text_of_omit
 from ..state.format import reseal
 from .inspection import FoundState, content_of, find_states, is_archive
 
@@ -68,7 +68,7 @@ def _one(path: Path, states: list[FoundState], name: str | None) -> FoundState:
 
 
 def _skipping(state: dict[str, Any], ranges: Sequence[str]) -> dict[str, Any]:
-    skips = parse_skips(state["omit"])
+    skips, done = parse_omit(state["omit"], state["epoch"])
     for each in ranges:
         match = _RANGE.fullmatch(each)
         epoch, start, stop = map(int, match.groups()) if match else (0, 0, 0)
@@ -80,6 +80,6 @@ def _skipping(state: dict[str, Any], ranges: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"{each} lies beyond the epoch: the state's size is {state['size']}")
         skips[epoch] = Holes([*skips.get(epoch, ()), (start, stop)])
     try:
-        return reseal({**state, "omit": text_of_skips(skips, state["epoch"])})
+        return reseal({**state, "omit": text_of_omit(skips, state["epoch"], done)})
     except ValueError as error:
         raise StateError(f"{error}: skip fewer, longer ranges") from None

@@ -1007,6 +1007,46 @@ def test_ranks_that_stand_apart_are_not_saved(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def _skip_alone(rank: int, path: str) -> str:
+    loader = midepoch.wrap(DataLoader(range(16), batch_size=2), seed=1)  # type: ignore[arg-type]
+    next(iter(loader))
+    if rank == 1:
+        loader.skip(8, 12)
+    try:
+        Snapshot(path, signals=(), data=loader).save()
+    except SnapshotError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_rank_that_skipped_alone_is_named(tmp_path: Path) -> None:
+    for told in sources.in_gloo_world(_skip_alone, 2, str(tmp_path / "snapshot.pt")):
+        assert "rank 1 skips other positions of data than rank 0 ('0:4.2.1', not '')" in told
+        assert "call skip() on every rank" in told
+    assert names(tmp_path) == []
+
+
+def _save_with_tickets(rank: int, path: str) -> dict[str, Any]:
+    loader = midepoch.wrap(DataLoader(range(16), batch_size=2), seed=1)  # type: ignore[arg-type]
+    tickets, batches = [], iter(loader)
+    for _ in range(2):
+        next(batches)
+        tickets.append(loader.ticket)
+    loader.finish(tickets[1 - rank])  # of rank 0 positions 4 and 5, of rank 1 positions 2 and 3
+    Snapshot(path, signals=(), data=loader).save()
+    return midepoch.gather(loader)
+
+
+def test_what_ranks_have_finished_is_united(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pt"
+    first, second = sources.in_gloo_world(_save_with_tickets, 2, str(path))
+    assert first == second and (first["position"], first["omit"], first["detail"]) == (0, "done:2.1.2", "")
+    loader = midepoch.wrap(DataLoader(range(16), batch_size=2), seed=1)  # type: ignore[arg-type]
+    assert Snapshot(path, signals=(), data=loader).load()
+    assert loader.state_dict() == first
+    assert [batch.tolist() for batch in loader] == [[0, 1], *([p, p + 1] for p in range(6, 16, 2))]
+
+
 def _files(rank: int) -> DataLoader[Any]:
     numbers = list(range(16)) if rank == 0 else list(range(15, -1, -1))  # as another node lists them
     files: Any = [torch.full((8,), number) for number in numbers]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
+import pickle
 from typing import Any
 
 import pytest
@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch import MidepochError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError, World
-from midepoch.order.holes import MOST_HOLES, Holes, parse_skips, text_of_skips
+from midepoch.order.holes import MOST_HOLES, Holes, parse_omit, text_of_omit
+from midepoch.state.parts import join_states
+from support.left_out import Noisy, Plans, Shape, sample_of, shares, wrapped
 
 Interval = tuple[int, int]
-Shape = tuple[int, int, str, bool, int | None]  # batch size, world size, tail, drop_last, global_batch
-Plans = list[list[tuple[list[int], list[int]]]]  # by rank and step, the batch's own positions, and repeats
 INTERVALS = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), max_size=30)
 
 
@@ -36,85 +36,28 @@ def test_places_are_the_positions_that_are_left(parts: list[Interval], first: in
     assert holes.total == 1000 - len(left)
     if parts:
         assert list(Holes.parse(holes.text())) == list(holes)
-        assert list(parse_skips(text_of_skips({3: holes}, 0))[3]) == list(holes)
+        skips, done = parse_omit(text_of_omit({3: holes}, 2, holes), 2)
+        assert list(skips[3]) == list(done) == list(holes)
+        beyond = [p for p in flat(list(holes)) if p not in range(10, 50)]
+        _, done = parse_omit(text_of_omit({3: Holes([(10, 50)])}, 3, holes), 3)
+        assert flat(list(done)) == beyond
 
 
-class Noisy:
-    """Each sample is its index and a random number."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[int, float]:
-        if not 0 <= index < self.size:
-            raise IndexError(index)
-        return index, random.random()
+FIGURES = {"histories": 0, "batches": 0, "skips": 0, "resumes": 0, "epochs": 0, "finished": 0, "failed": 0}
+EVENTS = ["next"] * 6 + ["skip", "skip later", "resume", "resume"]
+OF_TICKETS = ["finish"] * 5 + ["fail"]
 
 
-def wrapped(size: int, batch_size: int, drop_last: bool = False, **options: Any) -> midepoch.Loader:
-    kinds = {"shuffle": options.pop("shuffle", True), "num_workers": options.pop("num_workers", 0)}
-    if sampler := options.pop("sampler", None):
-        kinds |= {"sampler": sampler, "shuffle": None}
-    dataset: Any = Noisy(size)
-    source: Any = DataLoader(dataset, batch_size, drop_last=drop_last, collate_fn=list, **kinds)
-    return midepoch.wrap(source, seed=5, **options)
-
-
-def sample_of(size: int, shuffle: bool = True) -> Any:
-    """From (epoch, position) to the sample there, as an undisturbed run gives it."""
-    known: dict[int, list[Any]] = {}
-
-    def at(epoch: int, position: int) -> Any:
-        if epoch not in known:
-            loader = wrapped(size, max(size, 1), shuffle=shuffle)
-            loader.seek(epoch)
-            known[epoch] = next(iter(loader), [])
-        return known[epoch][position]
-
-    return at
-
-
-def shares(rest: list[int], unskipped: list[int], shape: Shape) -> Plans:
-    """What each rank gets of a list of positions. `unskipped`: of the epoch. Written without `Share`."""
-    batch_size, world, tail, drop_last, together = shape
-    found: Plans = [[] for _ in range(world)]
-    units = together or max(len(rest), 1)
-    for whole_at in range(0, len(rest), units):
-        whole = rest[whole_at : whole_at + units]
-        if together and drop_last and len(whole) < together:
-            break
-        for at in range(0, len(whole), batch_size * world):
-            part = whole[at : at + batch_size * world]
-            each = len(part) // world if tail == "drop" else -(-len(part) // world)
-            each = batch_size if len(part) == batch_size * world else each
-            for rank in range(world):
-                own = part[rank * each : (rank + 1) * each]
-                lack, beyond = 0, 0
-                if together and not own:
-                    lack = batch_size
-                elif tail == "pad" and not together:
-                    lack, beyond = each - len(own), max(0, rank * each - len(part))
-                repeats = [unskipped[(beyond + i) % len(unskipped)] for i in range(lack)]
-                if (count := len(own) + lack) and (together or not drop_last or count == batch_size):
-                    found[rank].append((own, repeats))
-    return found
-
-
-FIGURES = {"histories": 0, "batches": 0, "skips": 0, "resumes": 0, "epochs": 0}
-
-
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_histories_against_lists(data: st.DataObject) -> None:
+    """Each position is given and finished exactly once, or left out; what is not finished is given again."""
     draw: Any = data.draw
     size, shuffle = draw(st.integers(1, 40)), draw(st.booleans())
     sample = sample_of(size, shuffle)
 
-    def shape() -> Shape:
-        together = draw(st.none() | st.integers(1, 12))
+    def shape(tickets: bool) -> Shape:
+        together = None if tickets else draw(st.none() | st.integers(1, 12))
         tail = "uneven" if together else draw(st.sampled_from(["pad", "drop", "uneven"]))
         return draw(st.integers(1, 5)), draw(st.integers(1, 4)), tail, draw(st.booleans()), together
 
@@ -123,22 +66,32 @@ def test_histories_against_lists(data: st.DataObject) -> None:
         options = {"shuffle": shuffle, "global_batch": together, "tail": None if together else tail}
         return [wrapped(size, batch_size, drop_last, world=World(rank, world), **options) for rank in range(world)]
 
-    now = shape()
+    tickets = draw(st.booleans())
+    now = shape(tickets)
     loaders = made(now)
     passes = list(map(iter, loaders))
-    epoch, given_out, skips = 0, set[int](), dict[int, set[int]]()
+    epoch, given_out, finished, skips = 0, set[int](), set[int](), dict[int, set[int]]()
+    waiting: list[tuple[int, Any, list[int]]] = []  # rank, ticket, positions of batches that are open
+    failed: list[tuple[int, Any, list[int]]] = []
 
     def plan() -> Plans:
         unskipped = [p for p in range(size) if p not in skips.get(epoch, ())]
         return shares([p for p in unskipped if p not in given_out], unskipped, now)
 
-    plans, at, rolls, fresh = plan(), 0, False, False
+    plans, at, rolls, fresh, handed = plan(), 0, False, False, False
     FIGURES["histories"] += 1
-    for _ in range(draw(st.integers(1, 25))):
-        event = draw(st.sampled_from(["next"] * 6 + ["skip", "skip later", "resume", "resume"]))
+    for _ in range(draw(st.integers(1, 35))):
+        event = draw(st.sampled_from(EVENTS + OF_TICKETS * tickets))
         steps = max(map(len, plans))
         whole = now[4] is None or at == steps or at % -(-now[4] // (now[0] * now[1])) == 0
-        if event == "next":
+        if event == "next" and at >= steps and (waiting or failed):
+            for rank, each in enumerate(passes):
+                assert next(each, None) is None
+                if any(rank == of for of, *_ in waiting + failed):
+                    for _ in range(2):
+                        with pytest.raises(MidepochError, match=f"epoch {epoch} cannot be left"):
+                            next(iter(loaders[rank]))
+        elif event == "next":
             for rank, each in enumerate(passes):
                 expected = plans[rank][at] if at < len(plans[rank]) else None
                 if expected is None:
@@ -147,16 +100,28 @@ def test_histories_against_lists(data: st.DataObject) -> None:
                 else:
                     own, repeats = expected
                     assert next(each) == [sample(epoch, position) for position in own + repeats]
-                    FIGURES["batches"] += 1
+                    handed, FIGURES["batches"] = True, FIGURES["batches"] + 1
                     given_out.update(own)
+                    if tickets:
+                        waiting.append((rank, loaders[rank].ticket, own))
             at, rolls, fresh = at + 1, False, False
             if at > steps:
-                epoch, given_out, FIGURES["epochs"] = epoch + 1, set(), FIGURES["epochs"] + 1
+                epoch, given_out, finished, FIGURES["epochs"] = epoch + 1, set(), set(), FIGURES["epochs"] + 1
                 passes = list(map(iter, loaders))
                 plans, at = plan(), 0
+        elif event == "finish" and waiting:
+            rank, ticket, own = waiting.pop(draw(st.integers(0, len(waiting) - 1)))
+            loaders[rank].finish(pickle.loads(pickle.dumps(ticket)))
+            finished.update(own)
+            FIGURES["finished"] += 1
+            with pytest.raises(StateError, match="finished already"):
+                loaders[rank].finish(ticket)
+        elif event == "fail" and waiting:
+            failed.append(waiting.pop(draw(st.integers(0, len(waiting) - 1))))
+            FIGURES["failed"] += 1
         elif event.startswith("skip"):
             later = 0 if event == "skip" else draw(st.integers(1, 2))
-            if rolls or at == steps or not whole:
+            if rolls or at >= steps or not whole:
                 continue
             start = draw(st.integers(0, size - 1))
             stop = draw(st.integers(start + 1, size))
@@ -167,24 +132,53 @@ def test_histories_against_lists(data: st.DataObject) -> None:
             if later == 0:
                 plans, at = plan(), 0
                 if fresh and not any(plans):  # as a resumed pass that finds nothing left
-                    epoch, given_out, rolls = epoch + 1, set(), True
+                    epoch, given_out, finished, rolls = epoch + 1, set(), set(), True
                     plans = plan()
-        elif event == "resume" and whole and 0 < at < steps and all(at <= len(each) for each in plans):
+        elif event == "resume" and (
+            tickets or (whole and 0 < at < steps and all(at <= len(each) for each in plans))
+        ):
+            if rolls:
+                continue
+            if at >= steps:
+                assert all(next(each, None) is None for each in passes)
             states = [json.loads(json.dumps(loader.state_dict())) for loader in loaders]
+            if len({loader.is_rank_independent for loader in loaders}) == 2:  # one never had a batch, so no ticket
+                with pytest.raises(MidepochError, match=r"same place|take them on every rank"):
+                    join_states(states, loaders[0])
+                continue
+            if tickets and now[1] > 1 and any(state["detail"] for state in states):
+                with pytest.raises(StateMismatchError, match="says only which batches"):
+                    made(now)[0].load_state_dict(states[0])
+                states = [join_states(states, loader) for loader in loaders]
             for state in states:
                 assert {name: state[name] for name in state if name not in ("witness", "checksum")} == {
                     name: states[0][name] for name in state if name not in ("witness", "checksum")}  # fmt: skip
-            assert loaders[0].skipped == {
-                each: list(Holes((p, p + 1) for p in found)) for each, found in sorted(skips.items()) if each >= epoch
-            }
-            now = shape()
+            if not (tickets and at >= steps):
+                assert loaders[0].skipped == {each: list(Holes((p, p + 1) for p in found))
+                                              for each, found in sorted(skips.items()) if each >= epoch}  # fmt: skip
+            if tickets:
+                held = finished | skips.get(epoch, set())
+                frontier = next((p for p in range(size) if p not in held), size)
+                if (at >= steps and not waiting and not failed) or (frontier == size and (finished or given_out)):
+                    epoch, finished, frontier = epoch + 1, set(), 0
+                assert states[0]["epoch"] == epoch
+                position = states[0]["position"]
+                # A skip right after a load leaves the position where it was.
+                assert position == frontier or (not handed and held.issuperset(range(position)) and position < frontier)
+                given_out = set(finished)
+            void, tickets = waiting[:1], draw(st.booleans())
+            waiting, failed, now = [], [], shape(tickets)
             loaders = made(now)
             for loader in loaders:
                 loader.load_state_dict(states[0])
+            for _, ticket, _ in void:
+                with pytest.raises(StateError, match="of another run"):
+                    loaders[0].finish(ticket)
             passes, FIGURES["resumes"] = list(map(iter, loaders)), FIGURES["resumes"] + 1
-            plans, at, fresh = plan(), 0, True
-            if not any(plans):  # nothing is left, so each pass begins the next epoch
-                epoch, given_out, rolls = epoch + 1, set(), True
+            fresh = states[0]["position"] > 0 or "done" in states[0]["omit"]
+            finished, plans, at, handed = set(given_out), plan(), 0, False
+            if fresh and not any(plans):  # nothing is left, so each pass begins the next epoch
+                epoch, given_out, finished, rolls = epoch + 1, set(), set(), True
                 plans = plan()
     for loader in loaders:
         loader.close()

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 import midepoch
 from midepoch.order import Endless, Shuffled, Windowed
 from midepoch.order.keys import derive_key
+from midepoch.state.parts import join_states
 from midepoch.world import Tail, World
 from support.places import ROOT
 from support.sources import Indices
@@ -59,6 +60,22 @@ def next_batches(loader: midepoch.Loader, count: int) -> list[list[int]]:
     return found
 
 
+def with_some_finished(loader: midepoch.Loader, data: st.DataObject) -> dict[str, Any]:
+    """Of all ranks, of which each has finished some of its batches."""
+    saved, size = loader.state_dict(), loader.state_dict()["size"]
+    kinds = {"shuffle": "shuffled" in saved["fingerprint"], "seed": saved["seed"]}
+    ranks = [wrapped(size, loader.batch_size, world=World(rank, 3), **kinds) for rank in range(3)]
+    for each in ranks:
+        each.load_state_dict(saved)
+        batches, tickets = iter(each), []
+        for _ in range(6):
+            if next(batches, None) is not None:
+                tickets.append(each.ticket)
+        for ticket in data.draw(st.lists(st.sampled_from(tickets), unique=True)) if tickets else ():
+            each.finish(ticket)
+    return join_states([each.state_dict() for each in ranks], ranks[0])
+
+
 SIZES = st.one_of(
     st.integers(1, 8), st.integers(1, 60), st.integers(1, 3000), st.integers(65_530, 65_545), st.just(10**6 + 3)
 )  # fmt: skip
@@ -76,7 +93,11 @@ def test_sixty_lines_say_what_comes_next(data: st.DataObject) -> None:
         start = data.draw(st.integers(0, size - 1))
         stop = data.draw(st.integers(start + 1, size))
         saved.skip(start, stop, epoch=saved.epoch + data.draw(st.integers(0, 2)))
-    next_batches(saved, data.draw(st.integers(0, 12)))
+    if data.draw(st.booleans()):
+        next_batches(saved, data.draw(st.integers(0, 12)))
+        state = saved.state_dict()
+    else:
+        state = with_some_finished(saved, data)
     state = json.loads(json.dumps(saved.state_dict()))
     batch_size, world_size = data.draw(st.integers(1, 50)), data.draw(st.integers(1, 6))
     tail: Tail = data.draw(st.sampled_from(["pad", "drop", "uneven"]))
@@ -146,6 +167,17 @@ def test_the_texts_of_holes() -> None:
     state = loader.state_dict()
     assert state["omit"] == "0:1.6.5.k.5 12:a.1.1"
     assert all(f"`{text}`" in PAGE for text in state["omit"].split())
+    loader = wrapped(40, 2)
+    loader.skip(6, 11)
+    batches, tickets = iter(loader), []
+    for _ in range(8):
+        next(batches)
+        tickets.append(loader.ticket)
+    for step in (6, 0, 3, 2):  # positions 17 and 18, 0 and 1, 11 and 12, 4 and 5
+        loader.finish(tickets[step])
+    state = loader.state_dict()
+    assert (state["omit"], state["position"]) == ("done:2.2.2.2.1 0:1.6.5", 2)
+    assert f"`{state['omit']}`" in PAGE
 
 
 def as_written(text: str, size: int, seed: int, epoch: int, position: int) -> int:

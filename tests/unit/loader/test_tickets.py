@@ -1,0 +1,326 @@
+"""Batches that are finished in any order: `loader.ticket`, `finish`, `frontier`. Histories: tests/unit/order."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import pickle
+import queue
+import random
+import threading
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+import midepoch
+from midepoch import (
+    MidepochError,
+    StateCorruptError,
+    StateError,
+    StateMismatchError,
+    UnsupportedSourceError,
+    World,
+)
+from midepoch.order import Endless, Shuffled
+from midepoch.state.parts import join_states
+from support.left_out import Noisy, wrapped
+
+
+def numbers(batch: Any) -> list[int]:
+    return [index for index, _ in batch]
+
+
+def begun(count: int, **options: Any) -> tuple[midepoch.Loader, Any, list[Any]]:
+    """A loader of which so many batches were taken, its pass, and their tickets."""
+    loader = wrapped(20, 2, shuffle=False, **options)
+    this, tickets = iter(loader), []
+    for _ in range(count):
+        next(this)
+        tickets.append(loader.ticket)
+    return loader, this, tickets
+
+
+def resumed(state: Any, **options: Any) -> midepoch.Loader:
+    loader = wrapped(20, 2, shuffle=False, **options)
+    loader.load_state_dict(json.loads(json.dumps(state)))
+    return loader
+
+
+def test_the_state_is_the_frontier_and_what_is_finished_beyond_it() -> None:
+    loader, _, tickets = begun(5)
+    assert (loader.frontier, loader.position) == ((0, 0), 10)
+    for step in (3, 1, 0):
+        loader.finish(tickets[step])
+    state = loader.state_dict()
+    assert (state["position"], state["omit"], loader.frontier) == (4, "done:2.3.1", (0, 4))
+    other = resumed(state)
+    assert (other.state_dict(), other.frontier, other.batches_left, other.batches_done) == (state, (0, 4), 7, 3)
+    assert [numbers(batch) for batch in other] == [[4, 5], [8, 9], *([p, p + 1] for p in range(10, 20, 2))]
+    assert (other.epoch, len(other), other.state_dict()["omit"]) == (1, 10, "")
+
+
+def test_what_comes_again_has_its_random_numbers() -> None:
+    whole = dict(sample for batch in wrapped(20, 2) for sample in batch)
+    loader = wrapped(20, 2)
+    tickets = [loader.ticket for _ in loader]
+    for step in (1, 2, 5, 9):
+        loader.finish(tickets[step])
+    for workers in (0, 2):
+        other = wrapped(20, 3, num_workers=workers)
+        other.load_state_dict(loader.state_dict())
+        rest = [sample for batch in other for sample in batch]
+        assert len(rest) == 12 and all(whole[index] == drawn for index, drawn in rest)
+
+
+def test_a_ticket_is_small_and_goes_through_queues_and_pickle() -> None:
+    loader, _, tickets = begun(3)
+    there: Any = multiprocessing.get_context("spawn").SimpleQueue()
+    there.put(tickets[0])
+    assert [there.get(), pickle.loads(pickle.dumps(tickets[1]))] == tickets[:2]
+    assert len({*tickets}) == 3 and len(pickle.dumps(tickets[0])) < 120
+    loader.finish(pickle.loads(pickle.dumps(tickets[0])))
+    assert loader.frontier == (0, 2)
+
+
+def test_threads_finish() -> None:
+    loader = wrapped(2000, 2)
+    given: queue.Queue[Any] = queue.Queue()
+
+    def work() -> None:
+        while (ticket := given.get()) is not None:
+            loader.finish(ticket)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in loader:
+        given.put(loader.ticket)
+        loader.state_dict()  # whatever is finished by now
+    for _ in threads:
+        given.put(None)
+    for thread in threads:
+        thread.join()
+    assert loader.frontier == (1, 0)
+
+
+def test_what_was_taken_before_the_first_ticket_is_finished() -> None:
+    loader, this, _ = begun(0)
+    next(this), next(this), next(this)
+    ticket = loader.ticket
+    assert loader.frontier == (0, 4)
+    next(this)
+    loader.finish(ticket)
+    assert (loader.state_dict()["position"], loader.state_dict()["omit"]) == (6, "")
+    loader, this, _ = begun(0)
+    list(this)
+    ticket = loader.ticket  # of an epoch's last batch
+    assert loader.frontier == (0, 18)
+    loader.finish(ticket)
+    assert loader.frontier == (1, 0)
+
+
+def test_an_epoch_is_left_when_all_is_finished() -> None:
+    loader, this, tickets = begun(10)
+    for ticket in tickets[1:]:
+        loader.finish(ticket)
+    assert next(this, None) is None
+    for leave in (lambda: next(iter(loader)), loader.peek, lambda: loader.set_epoch(2)):
+        with pytest.raises(MidepochError, match="epoch 0 cannot be left: 1 of its batches is not finished"):
+            leave()
+    assert [numbers(batch) for batch in resumed(loader.state_dict())] == [[0, 1]]
+    loader.finish(tickets[0])
+    assert loader.state_dict()["epoch"] == 1
+    assert numbers(next(iter(loader))) == [0, 1]
+
+
+def test_a_broken_off_pass_keeps_its_epoch() -> None:
+    loader, this, tickets = begun(3)
+    with pytest.raises(MidepochError, match="3 of its batches are not finished"):
+        next(iter(loader))
+    assert (loader.epoch, loader.position) == (0, 6)
+    assert numbers(next(this)) == [6, 7]
+    for ticket in [*tickets, loader.ticket]:
+        loader.finish(ticket)
+    assert numbers(next(iter(loader))) == [0, 1]
+    assert loader.epoch == 1
+
+
+def test_the_body_of_epochs_waits_for_what_is_open() -> None:
+    loader = wrapped(4, 2, shuffle=False)
+    epochs = loader.epochs(3)
+    next(epochs)
+    tickets = [loader.ticket for _ in loader]
+    loader.finish(tickets[0])
+    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (0, 2)
+    loader.finish(tickets[1])
+    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (0, 4)
+    assert next(epochs) == 1
+    _ = [loader.ticket for _ in loader]
+    with pytest.raises(MidepochError, match="epoch 1 cannot be left"):
+        next(epochs)
+
+
+def test_a_ticket_that_is_not_open_here_is_refused() -> None:
+    loader, this, tickets = begun(2)
+    loader.finish(tickets[0])
+    for ticket, why in ((tickets[0], "finished already"), (begun(1)[2][0], "of another run")):
+        with pytest.raises(StateError, match=why):
+            loader.finish(ticket)
+    with pytest.raises(StateError, match="of another run"):
+        wrapped(20, 2).finish(tickets[1])
+    with pytest.raises(TypeError, match=r"what loader\.ticket returned"):
+        loader.finish(tuple(tickets[1]))  # type: ignore[arg-type]
+    state = loader.state_dict()
+    for leave in (loader.rollback, lambda: loader.load_state_dict(state), lambda: loader.seek(0, 4)):
+        next(this)
+        ticket = loader.ticket
+        leave()
+        with pytest.raises(StateError, match="a place that was left"):
+            loader.finish(ticket)
+    with pytest.raises(MidepochError, match="no batch was handed out"):
+        loader.ticket  # noqa: B018  # a property
+
+
+def test_a_skip_in_between_keeps_the_tickets() -> None:
+    loader, this, tickets = begun(3)
+    loader.skip(6, 9)
+    loader.skip(2, 3)  # of what was handed out
+    assert numbers(next(this)) == [9, 10]
+    tickets.append(loader.ticket)
+    loader.peek()
+    loader.skip(11, 12)
+    assert numbers(next(this)) == [12, 13]
+    for ticket in (tickets[1], tickets[3], loader.ticket):
+        loader.finish(ticket)
+    state = loader.state_dict()
+    assert state["position"] == 0
+    assert [numbers(batch) for batch in resumed(state)] == [[0, 1], [4, 5], [14, 15], [16, 17], [18, 19]]
+
+
+def test_a_batch_that_failed_to_be_read_does_not_end_the_steps() -> None:
+    class Broken(Noisy):
+        fails = True
+
+        def __getitem__(self, index: int) -> tuple[int, float]:
+            if index == 4 and self.fails:
+                self.fails = False
+                raise OSError("not now")
+            return super().__getitem__(index)
+
+    dataset: Any = Broken(12)
+    loader = midepoch.wrap(DataLoader(dataset, 2, collate_fn=list), on_error="retry")
+    this, tickets = iter(loader), list[Any]()
+    while len(tickets) < 4:
+        try:
+            next(this)
+            tickets.append(loader.ticket)
+        except OSError:
+            pass
+    assert tickets[0].session != tickets[3].session
+    loader.finish(tickets[3])
+    loader.finish(tickets[0])
+    assert (loader.state_dict()["position"], loader.state_dict()["omit"]) == (2, "done:2.3.1")
+
+
+def ranks_at(count: int) -> tuple[list[midepoch.Loader], list[list[Any]]]:
+    of_ranks = [begun(count, world=World(rank, 2)) for rank in range(2)]
+    return [loader for loader, _, _ in of_ranks], [tickets for _, _, tickets in of_ranks]
+
+
+def test_each_rank_of_a_larger_world_knows_its_own() -> None:
+    loaders, tickets = ranks_at(3)
+    assert not loaders[0].capabilities.rank_independent and wrapped(20, 2).capabilities.rank_independent
+    for rank, step in ((0, 0), (0, 2), (1, 2), (1, 1)):
+        loaders[rank].finish(tickets[rank][step])
+    assert [loader.frontier for loader in loaders] == [(0, 4), (0, 0)]
+    states = [loader.state_dict() for loader in loaders]
+    assert len(json.dumps(states[0])) <= 512
+    for world in (World(), World(0, 2)):
+        with pytest.raises(StateMismatchError, match=r"rank 0 of 2 .* midepoch\.gather"):
+            resumed(states[0], world=world)
+    united = [join_states(states, loader) for loader in loaders]
+    assert united[0] == united[1]
+    assert (united[0]["position"], united[0]["omit"], united[0]["detail"]) == (2, "done:6.1.1", "")
+    assert [numbers(batch) for batch in resumed(united[0])][:3] == [[2, 3], [4, 5], [12, 13]]
+
+
+def test_ranks_that_do_not_skip_or_take_tickets_alike_are_named() -> None:
+    loaders, _ = ranks_at(2)
+    loaders[1].skip(12, 14)
+    with pytest.raises(MidepochError, match="rank 1 skips other positions"):
+        join_states([loader.state_dict() for loader in loaders], loaders[0])
+    loaders, _ = ranks_at(2)
+    fresh = wrapped(20, 2, shuffle=False, world=World(1, 2))
+    with pytest.raises(MidepochError, match="rank 1 takes no tickets"):
+        join_states([loaders[0].state_dict(), fresh.state_dict()], loaders[0])
+
+
+def test_many_steps_of_one_rank_are_a_short_part() -> None:
+    loaders = [wrapped(40_000, 2, world=World(rank, 2)) for rank in range(2)]
+    for loader in loaders:
+        tickets = [ticket for _, ticket in zip(range(3000), (loader.ticket for _ in loader), strict=False)]
+        random.Random(0).shuffle(tickets)
+        for ticket in tickets[: 3000 if loader is loaders[0] else 0]:
+            loader.finish(ticket)
+    states = [loader.state_dict() for loader in loaders]
+    assert max(len(json.dumps(state)) for state in states) < 512
+    with pytest.raises(StateError, match="finish the oldest batches first"):
+        join_states(states, loaders[0])
+
+
+def test_what_says_otherwise_which_batches_count_is_refused() -> None:
+    loader, _, _ = begun(1)
+    with pytest.raises(MidepochError, match="leave in_flight out"):
+        loader.state_dict(in_flight=1)
+    with pytest.raises(MidepochError, match=r"leave commit\(\) out"):
+        loader.commit()
+    with pytest.raises(UnsupportedSourceError, match=r"midepoch\.gather"):
+        loader.reshard(World(0, 2))
+    committed = wrapped(20, 2)
+    next(iter(committed))
+    committed.commit()
+    with pytest.raises(MidepochError, match=r"leave commit\(\) out"):
+        committed.ticket  # noqa: B018  # a property
+    for other in (
+        wrapped(20, 2, global_batch=4), wrapped(20, 2, then=list), midepoch.wrap(lambda: iter([1, 2, 3])),
+        midepoch.combine([wrapped(20, 2)]),
+    ):  # fmt: skip
+        next(iter(other))
+        with pytest.raises(UnsupportedSourceError, match="ticket: "):
+            other.ticket  # noqa: B018  # a property
+
+
+def test_damaged_texts_of_what_is_finished_are_refused() -> None:
+    loader, _, tickets = begun(5)
+    for step in (0, 3):
+        loader.finish(tickets[step])
+    state = loader.state_dict()
+    assert (state["position"], state["omit"]) == (2, "done:2.3.1")
+    for text in ("done:2.3.1 done:2.3.1", "done:2.3", "done:1.3.0", "0:1.1.1 done:2.3.1", "done:1.1.1", "done:1.i.3"):
+        with pytest.raises(StateCorruptError, match="omit"):
+            loader.load_state_dict(midepoch.reseal({**state, "omit": text}))
+    for detail in ('{"rank":0}', '{"parts":[]}', "{"):
+        with pytest.raises(StateCorruptError):
+            loader.load_state_dict(midepoch.reseal({**state, "detail": detail}))
+    assert loader.state_dict() == state
+
+
+def test_an_order_without_an_end_has_tickets() -> None:
+    def made() -> midepoch.Loader:
+        sampler = midepoch.ResumableSampler(6, shuffle=Endless(Shuffled(6)))
+        dataset: Any = Noisy(6)
+        return midepoch.wrap(DataLoader(dataset, 2, sampler=sampler, collate_fn=list), seed=1)
+
+    loader = made()
+    this, given = iter(loader), list[Any]()
+    tickets = list[Any]()
+    for _ in range(9):
+        given.append(next(this))
+        tickets.append(loader.ticket)
+    for step in (0, 1, 4, 8):
+        loader.finish(tickets[step])
+    other = made()
+    other.load_state_dict(loader.state_dict())
+    rest = iter(other)
+    assert [next(rest) for _ in range(5)] == [given[step] for step in (2, 3, 5, 6, 7)]
