@@ -162,27 +162,45 @@ def _requests_around(
     """As `map_requests`, around positions that are left out: the share is one of places."""
     places, size, look = share.size, share.size + holes.total, bool(run.looks and share.size)
     skipped = run.skipped or Holes()
-    for left, (start, stop) in zip(range(share.steps - 1, -1, -1), spans(share), strict=True):
-        pieces = holes.spans(start, min(stop, places))
-        beyond = range(max(start - places, 0), stop - places)
-        repeats = [skipped.position_of(place % (size - skipped.total)) for place in beyond]
-        pieces += [(position, position + 1) for position in repeats]
-        first, last = pieces[0][0], max(piece[1] for piece in pieces)
-        if 0 < last - first <= _MOST_AHEAD and min(pieces)[0] == first:  # one slice costs less than several
-            near = as_list(order[first:last])
-            indices = [index for a, z in pieces for index in near[a - first : z - first]]
-        else:
-            indices = [index for a, z in pieces for index in as_list(order[a:z])]
-        witness = None
-        if look:
-            index = as_list(order[0:1])[0]
-            index = next(iter(index), None) if listed_batches else index
-            witness, look = None if index is None else WitnessRequest.of(run, index), False
-        positions = [position for a, z in pieces for position in range(a, z)]
-        begin = first if start < places else size + start - places
-        batch = list(indices[0]) if listed_batches else indices
-        unchanged()
-        yield MapRequest(run.seed, run.epoch, begin, size, batch, run.session, left, witness, positions)
+    every, count, left = spans(share), 1, share.steps
+    while block := list(itertools.islice(every, count)):
+        cut = []  # each batch, in pieces
+        for start, stop in block:
+            beyond = range(max(start - places, 0), stop - places)
+            repeats = [skipped.position_of(place % (size - skipped.total)) for place in beyond]
+            cut.append(holes.spans(start, min(stop, places)) + [(position, position + 1) for position in repeats])
+        row = _listed(order, [piece for pieces in cut for piece in pieces])
+        requests = []
+        for (start, _), pieces in zip(block, cut, strict=True):
+            positions = [position for a, z in pieces for position in range(a, z)]
+            indices = list(itertools.islice(row, len(positions)))
+            witness = None
+            if look:
+                index = as_list(order[0:1])[0]
+                index = next(iter(index), None) if listed_batches else index
+                witness, look = None if index is None else WitnessRequest.of(run, index), False
+            begin = positions[0] if start < places else size + start - places
+            batch, left = list(indices[0]) if listed_batches else indices, left - 1
+            made = MapRequest(run.seed, run.epoch, begin, size, batch, run.session, left, witness, positions)
+            requests.append(made)
+        for request in requests:
+            unchanged()
+            yield request
+        count = min(2 * count, max(1, _MOST_AHEAD // share.batch_size))
+
+
+def _listed(order: EpochOrder | MaterializedEpoch, pieces: list[tuple[int, int]]) -> Iterator[Any]:
+    """The indices at some positions. One slice costs less than several, so it may have others in between."""
+    rest = iter(pieces)
+    piece = next(rest, None)
+    while piece is not None:
+        near, (first, last) = [piece], piece
+        while (piece := next(rest, None)) is not None and first <= piece[0] and piece[1] - first <= _MOST_AHEAD:
+            near.append(piece)
+            last = max(last, piece[1])
+        row = as_list(order[first:last])
+        for start, stop in near:
+            yield from row[start - first : stop - first]
 
 
 def as_list(indices: Any) -> list[Any]:
