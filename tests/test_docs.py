@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -29,7 +30,7 @@ from support.kill_examples import assert_went_on, kill_with_children
 from support.places import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUN_ELSEWHERE = ("start.md", "README.md")
+RUN_ELSEWHERE = ("start.md", "README.md", "holes.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TAB = re.compile(r'^=== "(.*)"\n((?:\n| {4}.*\n)+)', re.MULTILINE)
 
@@ -98,6 +99,24 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     python(["-c", RUN_ALL, *together], tmp_path, *(["ffcv"] if any("ffcv" in needed[code] for code in codes) else []))
     if missing:
         pytest.skip(f"blocks were left out, since these are not installed: {', '.join(sorted(missing))}")
+
+
+def test_the_stories_of_leaving_data_out(tmp_path: Path) -> None:
+    """Each block as it stands, in their order: programs, and the commands for what they leave."""
+    said = ""
+    for number, (kind, code) in enumerate(shown(ROOT / "docs" / "holes.md")):
+        if kind == "python":
+            named = re.match(r"# (\w+\.py)\n", code)
+            path = tmp_path / (named[1] if named else f"block_{number}.py")
+            path.write_text(code)
+            said += python([path], tmp_path)
+        for line in code.splitlines() if kind == "bash" else ():
+            words = shlex.split(line, comments=True)
+            said += python(["-m", *words], tmp_path) if words[0] == "midepoch" else run(words, tmp_path)
+    assert "epoch 0, positions 130..139: 130 131 132" in said
+    assert "sample 135 was given 1 time in" in said and "step 14, rank 0: data, epoch 0, position 135" in said
+    ((batch,),) = torch.load(tmp_path / "step14.pt", weights_only=False)[0]
+    assert batch.tolist() == [1e6] * 10
 
 
 def importable(name: str) -> bool:
@@ -338,7 +357,7 @@ def test_shell_blocks_name_what_exists(page: Path) -> None:
             elif page == START and line in ("python train.py", "python train.py & PID=$!", "kill -9 $PID"):
                 pass  # which test_the_tutorial does
             else:
-                assert re.match(r"(git|cd|\.venv/bin/|midepoch|torchrun) ?", line), f"nothing checks {line!r}"
+                assert re.match(r"(git|cd|mv|\.venv/bin/|midepoch|torchrun) ?", line), f"nothing checks {line!r}"
 
 
 def test_no_page_installs_by_a_name_that_was_not_published() -> None:

@@ -111,7 +111,7 @@ def as_text(answer: Answer) -> Iterator[str]:
         for loader in answer["loaders"]:
             yield (
                 f"step {answer['step']:,} {run}: {loader['loader']}, seed {loader['seed']}, "
-                f"{loader['world_size']} ranks, batch size {loader['batch_size']}"
+                f"{_many(loader['world_size'], 'rank')}, batch size {loader['batch_size']}"
             )
             for rank in loader["ranks"]:
                 for batch in rank["batches"]:
@@ -119,18 +119,23 @@ def as_text(answer: Answer) -> Iterator[str]:
                     where = f"epoch {batch['epoch']}, positions {_ranges(batch['positions'])}{weight}"
                     yield f"  rank {rank['rank']}: {where}: {' '.join(map(str, batch['indices']))}"
     elif "sample" in answer:
-        yield f"sample {answer['sample']} was given {len(answer['seen'])} times in the {run[3:]}"
+        yield f"sample {answer['sample']} was given {_many(len(answer['seen']), 'time')} in {run[3:]}"
         for each in answer["seen"]:
             yield "  step {step}, rank {rank}: {loader}, epoch {epoch}, position {position}".format(**each)
     else:
         yield f"{run[3:]}, started after steps {', '.join(map(str, answer['starts']))}"
         for each in answer["entries"]:
             yield (
-                "  steps {first} to {last}: {loader} from epoch {epoch}, position {position}, {each} batches a step, "
-                "{world_size} ranks, batch size {batch_size}, seed {seed}"
-            ).format(**each) + (f", without {each['omit']}" if each["omit"] else "") + (
-                f"; its samples cannot be computed ({each['unknown']})" if each["unknown"] else ""
+                f"  steps {each['first']} to {each['last']}: {each['loader']} from epoch {each['epoch']}, position "
+                f"{each['position']}, {_many(each['each'], 'batch', 'es')} a step, {_many(each['world_size'], 'rank')}"
+                f", batch size {each['batch_size']}, seed {each['seed']}"
+                + (f", without {each['omit']}" if each["omit"] else "")
+                + (f"; its samples cannot be computed ({each['unknown']})" if each["unknown"] else "")
             )
+
+
+def _many(number: int, name: str, plural: str = "s") -> str:
+    return f"{number:,} {name}{plural * (number != 1)}"
 
 
 def _ranges(positions: list[int]) -> str:
