@@ -12,7 +12,7 @@ from ..errors import MidepochError, SourceError, StateMismatchError, Unsupported
 from ..loader.lending import loader_of
 from ..loader.loader import Loader
 from ..loader.part import Part
-from ..order.holes import text_of_skips
+from ..order.holes import text_of_omit
 from ..state.format import compare_fingerprints, reseal
 from ..state.parts import seal_detail
 from ..world import MicroShare, World
@@ -106,7 +106,7 @@ class Source:
                     "position": entry.holes(epoch).position_of(share.start + whole * together),
                     "seed": entry.seed,
                     "size": entry.size,
-                    "omit": text_of_skips(entry.skips, epoch),
+                    "omit": text_of_omit(entry.skips, epoch),
                 }
                 state["detail"] = seal_detail(entry.detail, 0, state)
                 loader.load_state_dict(reseal(state))
