@@ -212,10 +212,12 @@ def _columns(part: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         for field in dataclasses.fields(part):
             yield from _columns(getattr(part, field.name), f"{path}.{field.name}")
     elif isinstance(part, Sequence) and not isinstance(part, bytes) and part:
-        if len(part) <= _MOST_PARTS and not all(isinstance(element, (str, bytes, int, float)) for element in part):
+        plain = all(isinstance(element, (str, bytes, int, float)) for element in part)
+        if len(part) <= _MOST_PARTS and not plain:
             for number, element in enumerate(part):
                 yield from _columns(element, _place(path, number, part))
-        yield path, list(part)
+        if not (path and plain and len(set(map(type, part))) > 1):  # that is a sample, such as (index, value)
+            yield path, list(part)
     if not path:
         yield _ALL, [part]
 

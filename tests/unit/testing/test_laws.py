@@ -613,3 +613,5 @@ def test_batches_are_split_into_samples() -> None:
     assert split((x, y), 3) == split((x.clone(), y.clone()), 3)
     assert split(None, 1) is None
     assert split([x[:1]], 1) == split(x[:1], 1), "a list of one column"
+    pairs = [(7, 0.5), (8, 0.25), (9, 0.125)]
+    assert split(pairs[:2], 2) == (split(pairs, 3) or [])[:2], "as many samples as each has parts"
