@@ -69,7 +69,11 @@ class Entry:
         run, context = reading.run, loader._progress.context
         adapter, holes = context.adapter, run.holes
         facts, can = adapter.facts, adapter.stated_promises.skips
-        share = run.share if can else None
+        share, unknown = (run.share, "") if can else (None, can.reason)
+        try:
+            omit = text_of_omit({**context.skips, run.epoch: holes or Holes()}, run.epoch)
+        except ValueError as error:  # what was finished out of order is left out here, in ranges of positions
+            omit, unknown = "", str(error)
         return cls(
             loader=name,
             step=step,
@@ -87,8 +91,8 @@ class Entry:
             together=context.options.global_batch,
             fingerprint=loader._progress.states.fingerprint,
             detail=reading.session.detail(None) if can else "",
-            omit=text_of_omit({**context.skips, run.epoch: holes or Holes()}, run.epoch),
-            unknown="" if can else can.reason,
+            omit=omit,
+            unknown=unknown,
         )
 
     # --- the course ---

@@ -347,6 +347,27 @@ def test_a_source_that_cannot_be_computed_is_told_at_its_first_step(tmp_path: Pa
         told(read_ledger(tmp_path))
 
 
+def test_what_was_finished_out_of_order_is_left_out_after_a_resume(tmp_path: Path) -> None:
+    """Until then, steps are told what was handed out."""
+    given: list[list[int]] = []
+    for start in range(2):
+        loader = midepoch.wrap(shuffled(), seed=1)
+        with Snapshot(tmp_path / "snapshot.pt", ledger=True, signals=(), data=loader) as snapshot:
+            assert snapshot.load() is bool(start)
+            tickets, batches = [], iter(loader)
+            for _ in range(4):
+                given.append(next(batches).tolist())
+                tickets.append(loader.ticket)
+                snapshot.step()
+            for number in (2, 0) if start == 0 else (0, 1, 2, 3):
+                loader.finish(tickets[number])
+            snapshot.save()
+    seen = told(read_ledger(tmp_path))
+    assert [seen[step][0] for step in range(1, 9)] == [[batch] for batch in given]
+    assert given[4:6] == [given[1], given[3]], "what was not finished came again"
+    assert read_ledger(tmp_path).stretches[1].entry.omit
+
+
 def test_a_ledger_may_begin_late_and_pause(tmp_path: Path) -> None:
     for keeps in (False, True, False, True):
         loader = midepoch.wrap(shuffled(), seed=1)
