@@ -125,6 +125,12 @@ def test_a_module_that_defines_what_was_found_is_searched(tmp_path: Path, monkey
         del sys.modules["augments"]
 
 
+def test_a_name_is_the_same_in_each_process() -> None:
+    held = {key: made() for key in (None, 3, "a", (1, "b"), frozenset({"c"}))}
+    names = {each.path.removeprefix("Holder.held") for each in find_generators(Holder(held))[0]}
+    assert names == {"[None]", "[3]", "['a']", "[(1, 'b')]", "[*]"}
+
+
 def test_what_several_share_has_one_stream() -> None:
     bits = np.random.PCG64(5)
     shared = [np.random.Generator(bits), np.random.Generator(bits), bits]
