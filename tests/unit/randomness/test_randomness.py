@@ -13,7 +13,7 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -638,32 +638,6 @@ def test_a_stream_does_not_tell_what_was_read_before(kind: str, num_workers: int
         assert sources.resumed(make, sources.heads(make, cut)[1]) == whole[cut:]
 
 
-class FailsByChance(sources.Indices):
-    def __getitem__(self, index: int) -> Any:
-        if random.random() < 0.2:
-            raise KeyError(index)
-        return index
-
-
-def test_a_failure_by_chance_is_that_of_the_stream() -> None:
-    def failures(cut: int) -> list[int]:
-        loader = midepoch.wrap(DataLoader(FailsByChance(50), batch_size=1), seed=3)
-        loader.seek(position=cut)
-        found: list[int] = []
-        iterator = iter(loader)
-        while loader.epoch == 0:
-            try:
-                next(iterator)
-            except KeyError:
-                found.append(loader.position)
-                loader.seek(position=loader.position + 1)
-        return found
-
-    whole = failures(0)
-    assert 3 < len(whole) < 20
-    assert all(failures(cut) == [place for place in whole if place >= cut] for cut in range(0, 50, 7))
-
-
 # --- the real library ---
 
 
@@ -702,25 +676,6 @@ def test_albumentations_continues_exactly(seed: int | None) -> None:
         state = sources.heads(functools.partial(augmented, seed, before), 2)[1]
         assert sources.resumed(functools.partial(augmented, seed, after), state) == whole[2:]
     assert loader.capabilities.exact_augmentations
-
-
-def test_generators_are_refound_in_each_epoch() -> None:
-    """A dataset that makes a new generator at each epoch's start."""
-
-    class Renewing(sources.Indices):
-        rng = None
-
-        def __getitem__(self, index: int) -> Any:
-            return index, self.rng.random()  # type: ignore[attr-defined]
-
-    def epochs(cut: int | None = None) -> Iterator[Any]:
-        dataset = Renewing(8)
-        loader = midepoch.wrap(DataLoader(dataset, batch_size=2, collate_fn=list), seed=5)
-        for _ in range(3):
-            dataset.rng = np.random.default_rng()  # type: ignore[assignment]
-            yield sources.taken(loader)
-
-    assert list(epochs()) == list(epochs())
 
 
 def test_a_collate_function_tried_in_a_worker_changes_no_stream() -> None:

@@ -364,18 +364,6 @@ def test_the_page_says_what_was_found(pages: tuple[Path, Path]) -> None:
     assert re.search("rank 1, after +█+", good)
 
 
-def test_a_row_has_a_colour_for_what_became_of_each_sample() -> None:
-    """A column of several samples shows the worst of them."""
-    order, colours = tuple(range(6)), shown._KINDS
-    picture = Picture(0, 1, (1, 1), order, ((0, 1),), ((1, 2, 4),))
-    assert (picture.lost, picture.repeated) == ((3, 5), (1,))
-    for columns, expected in ((6, "before repeated after lost after lost"), (3, "repeated lost lost")):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shown, "_MOST_COLUMNS", columns)
-            row = list(shown._drawing([picture]))[2]
-        assert [str(span.style) for span in row.spans] == [colours[kind] for kind in expected.split()]
-
-
 def test_lost_samples_are_named_if_a_person_can_read_their_names() -> None:
     for names, told in (((5, 6, 7), "1 lost (7)"), (tuple(map(items.digest, (5, 6, 7))), "1 lost, ")):
         picture = Picture(0, 1, (1, 1), names, (names[:1],), (names[1:2],))
