@@ -42,7 +42,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MANY, _TIMES = 1_000_000, 4  # a sampler that gave more indices than so many, and so many for each sample, does not end
-_LONGEST = 50_000_000  # indices; a longer list would not fit into memory
+_LONGEST = 50_000_000  # indices; a longer list would not fit into memory, and takes ten seconds
 _LOOKED_AT = 16  # of the first indices, and of each following doubling: each has a look at the dataset after it
 
 
@@ -88,6 +88,7 @@ class MaterializedOrder:
     Attributes:
         dataset: that the sampler may know. What a copy of the sampler sets on it is set back.
         untried: why it was not tried on a copy whether it repeats itself; empty if it was.
+        is_alone: it keeps something from pass to pass, and the passes before this one are too many to be listed.
     """
 
     def __init__(self, sampler: Any, size: int | None = None) -> None:
@@ -98,7 +99,8 @@ class MaterializedOrder:
         self._ahead: tuple[tuple[Any, ...], MaterializedEpoch] | None = None  # from a copy, and what it depends on
         self._looks: tuple[Any, ...] = ()  # of the sampler, after its last pass
         self._next = 0  # the epoch after the last one that the sampler itself has given
-        self._remembers = False  # it keeps something from pass to pass
+        self._remembers = self.is_alone = False  # it keeps something from pass to pass
+        self._indices = 0  # of its last list
         self._pure = self._trusted = _is_pure(sampler)  # torch's own end and repeat themselves; others are tested once
         self._consumed = _consumed_before(sampler)
 
@@ -176,7 +178,7 @@ class MaterializedOrder:
             if not self._trusted and epoch > self._next:
                 self.epoch(seed, epoch)  # whether it remembers is tried before
             copied = Copied() if self._trusted else copy_of(self._sampler, Dataset)
-            for earlier in range(self._next, epoch if self._remembers else 0):
+            for earlier in self._earlier(epoch):
                 self._list(self._sampler, seed, earlier)
             listed = self._of_itself(seed, epoch)
             self._try(listed, copied, seed, epoch)
@@ -250,13 +252,19 @@ class MaterializedOrder:
             )
         self._trusted, self.untried = True, finding.untried
 
+    def _earlier(self, epoch: int) -> range:
+        """The epochs to list before this one; none if that takes too long. A CRC then tells whether it was needed."""
+        earlier = range(self._next, epoch if self._remembers else 0)
+        self.is_alone = len(earlier) * self._indices > _LONGEST
+        return range(0) if self.is_alone else earlier
+
     def _of_copy(self, seed: int, epoch: int) -> MaterializedEpoch:
         """The list of a copy, after those of the epochs that the sampler has not given, if it keeps something."""
         copied = Copied() if self._pure else copy_of(self._sampler, Dataset)
         self.untried = self.untried or copied.why
         sampler = copied.open() if copied.data else _shallow_copy(self._sampler)
         with self._set_back():
-            for earlier in range(self._next, epoch if self._remembers else 0):
+            for earlier in self._earlier(epoch):
                 self._list(sampler, seed, earlier)
             return self._list(sampler, seed, epoch)
 
@@ -312,6 +320,7 @@ class MaterializedOrder:
                 indices += sum(map(len, items[given:])) if isinstance(items[0], list | tuple) else len(items) - given
                 if indices > most and (len(items) > length or indices > _LONGEST) and not self._pure:
                     raise SourceError(self._does_not_end(items, most) if len(items) > length else self._too_long(items))
+        self._indices = indices
         return MaterializedEpoch(items, error)
 
     def _too_long(self, items: list[Any]) -> str:

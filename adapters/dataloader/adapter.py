@@ -274,7 +274,14 @@ class MapDataLoaderAdapter(Adapter):
 
     @property
     def _why_list_differs(self) -> str:
-        untried = self._order.untried if isinstance(self._order, MaterializedOrder) else ""
+        order = self._order
+        if isinstance(order, MaterializedOrder) and order.is_alone:
+            return (
+                f"{type(self._parts.sampler).__name__} keeps something from pass to pass, and its passes before this "
+                "one are too many to be listed again: save what it keeps before each pass, and restore that before you "
+                "load the state"
+            )
+        untried = order.untried if isinstance(order, MaterializedOrder) else ""
         copy = f". If it keeps something from pass to pass, no copy of it can be listed ({untried})" if untried else ""
         return (
             f"this is another sampler, it is not reproducible, its data has changed, or you change it between "

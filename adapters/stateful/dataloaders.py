@@ -19,7 +19,7 @@ from midepoch.adapters.stateful.adapter import (
     state_of,
 )
 from midepoch.loader.adapter import Adapter, Options, Run, Session
-from midepoch.loader.capabilities import Capabilities
+from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.exposed import RAW, exposed_samplers
@@ -79,6 +79,8 @@ class StreamAdapter(StatefulAdapter):
     def capabilities(self) -> Capabilities:
         """As the dataset's state, and what is drawn is the batch's."""
         exact = NO_STREAMS if self.streams is None else OF_THE_BATCH
+        if exact and self._untried:
+            exact = Capability(True, f"{exact.reason}, if no load of a state draws: {self._untried}", believed=True)
         return dataclasses.replace(super().capabilities(), exact_augmentations=exact)
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:

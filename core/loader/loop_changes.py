@@ -2,7 +2,8 @@
 
 A loop may end an augmentation or set a probability, in `loader.source.dataset` or in the transforms that it holds. No
 order and no seed tells that. So the state names what was changed since the run's first pass, as the readers had it,
-and a run that continues within an epoch is warned of what it has not restored.
+and a run that continues within an epoch is warned of what it has not restored; one that begins another epoch, of what
+it has not set at all.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ class LoopChanges:
         self._roots = self._named()
         look = self._look()
         self.since_saved = any(_of(look, path) != value for path, value in self._expected.items())
-        if inside and self.since_saved:
-            self._warn(look)
+        # At a boundary the loop may have set them for the next epoch. What it has not set since the load, it has not.
+        held = look if inside or self._held is None else self._held
+        self._warn({path: value for path, value in self._expected.items() if _of(held, path) == _of(look, path)}, look)
         if self._was_loaded:  # what the loop has set since the load, it has set for this pass
             self.since_saved, self._was_loaded = self.since_saved or bool(_differing(self._held or {}, look)), False
         self._expected = {}
@@ -136,14 +138,15 @@ class LoopChanges:
             if not path.endswith(HERE) and path != CUT_OFF and _OF_CALLERS not in path
         }
 
-    def _warn(self, look: _Look) -> None:
+    def _warn(self, expected: _Look, look: _Look) -> None:
         differing = [
             f"{path} was {value} for the readers, is {_of(look, path)} now"
-            for path, value in self._expected.items()
+            for path, value in expected.items()
             if _of(look, path) != value
         ]
-        them = "it" if len(differing) == 1 else "them"
-        warn(f"{'; '.join(differing)}: restore {them} before the first batch")
+        if differing:
+            them = "it" if len(differing) == 1 else "them"
+            warn(f"{'; '.join(differing)}: restore {them} before the first batch")
 
 
 def _differing(before: _Look, after: _Look) -> set[str]:

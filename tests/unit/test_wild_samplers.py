@@ -21,6 +21,7 @@ from midepoch import samplers as listing
 from midepoch.order import Endless, Sequential, Shuffled
 from support import sources
 from support import wild_sources as wild
+from support.changed_sources import Remembers
 
 SIZE, BATCH = 22, 4
 
@@ -434,6 +435,42 @@ def test_the_order_is_pinned() -> None:
     assert Endless(Shuffled(5)).epoch(1, 0)[0:10].tolist() == [3, 0, 2, 1, 4, 0, 1, 4, 2, 3]
     with pytest.raises(ValueError, match="at least one sample"):
         Endless(Sequential(0))
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_too_many_passes_to_be_listed_again_name_the_cure(restores: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(sampler: Remembers) -> midepoch.Loader:
+        return midepoch.wrap(DataLoader(sources.Indices(24), BATCH, sampler=sampler), seed=1)
+
+    sampler = Remembers()
+    loader = make(sampler)
+    for _ in range(2):
+        sources.taken(loader)
+    before = sampler.seen
+    sources.taken(loader, 2)
+    state = loader.state_dict()
+    monkeypatch.setattr(listing, "_LONGEST", 40)  # of 24 each
+    other = Remembers()
+    other.seen = before if restores else []
+    resumed = make(other)
+    if not restores:
+        told = "Remembers keeps something from pass to pass, .* save what it keeps before each pass, and restore that"
+        with pytest.raises(StateMismatchError, match=told):
+            resumed.load_state_dict(state)
+        monkeypatch.undo()
+        resumed = make(other)
+    resumed.load_state_dict(state)
+    assert sources.taken(resumed) == sources.taken(loader_after(make, 2))
+
+
+def loader_after(make: Callable[[Remembers], midepoch.Loader], batches: int) -> midepoch.Loader:
+    """In the third epoch of a run that was not disturbed."""
+    loader = make(Remembers())
+    for _ in range(2):
+        sources.taken(loader)
+    sources.taken(loader, batches)
+    loader.load_state_dict(loader.state_dict())  # what is taken next is the rest of this epoch
+    return loader
 
 
 class SaysLess(Sampler[list[int]]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -234,6 +235,29 @@ def test_data_that_the_loop_renews_are_not_called_others(renewed: bool, recwarn:
         again.load_state_dict(state)
         with pytest.warns(MidepochWarning, match="is not bit for bit"):
             next(iter(again))
+
+
+@pytest.mark.parametrize("restored", ["not at all", "before the load", "in each epoch"])
+def test_what_one_epoch_has_set_for_good_is_missed_at_a_boundary(restored: str) -> None:
+    def factor(dataset: Any, epoch: int) -> None:
+        if epoch == 1 or restored == "in each epoch":
+            dataset.factor = 1.0 + epoch
+
+    loader = wrapped(Scaled())
+    for epoch in loader.epochs(2):
+        factor(loader.dataset, epoch)
+        list(loader)
+    again = wrapped(Scaled())
+    if restored == "before the load":
+        again.dataset.factor = 2.0
+    again.load_state_dict(loader.state_dict())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for epoch in again.epochs(3):
+            factor(again.dataset, epoch)
+            list(again)
+    said = [f"dataset.factor was 2.0 for the readers, is 1.0 now: {RESTORE}"] if restored == "not at all" else []
+    assert [str(each.message) for each in told] == said
 
 
 class Remembering(Stream):
