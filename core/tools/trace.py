@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from ..errors import SnapshotError
 from .ledgers import Stretch, read_ledger
 from .source import Source
-from .tracing import batches_at, indices_of, sights_of
+from .tracing import batches_at, indices_of, runs_of, sights_of
 
 __all__ = ["Answer", "as_text", "trace"]
 
@@ -140,6 +139,4 @@ def _many(number: int, name: str, plural: str = "s") -> str:
 
 def _ranges(positions: list[int]) -> str:
     """Positions that follow each other, as FIRST..LAST."""
-    cuts = [0, *(at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1), len(positions)]
-    pairs = [(positions[first], positions[last - 1]) for first, last in pairwise(cuts)]
-    return " ".join(str(first) if first == last else f"{first}..{last}" for first, last in pairs)
+    return " ".join(str(first) if first == last else f"{first}..{last}" for first, last in runs_of(positions))

@@ -16,7 +16,7 @@ from ..order.described import order_of, positions_of
 from ..world import MicroShare, Share
 from .ledgers import Stretch
 
-__all__ = ["Batch", "Listing", "Sight", "batches_at", "indices_of", "sights_of"]
+__all__ = ["Batch", "Listing", "Sight", "batches_at", "indices_of", "runs_of", "sights_of"]
 
 _MOST = 10_000_000  # positions of one step, and epochs in which a sample is looked for
 
@@ -80,8 +80,11 @@ def _check(entry: Entry) -> None:
         raise UnsupportedSourceError(
             f"the samples of {entry.loader} cannot be computed ({entry.unknown}): ask for another loader"
         )
-    if entry.each * entry.batch_size > _MOST:
-        raise ValueError(f"a step with {entry.each} batches of {entry.batch_size} is more than any: restore the ledger")
+    if max(entry.each * entry.batch_size, entry.world_size) > _MOST:
+        raise ValueError(
+            f"no run has steps of {entry.each} batches of {entry.batch_size} on {entry.world_size} ranks: restore the "
+            "ledger"
+        )
 
 
 def _order(entry: Entry) -> Order | None:
@@ -103,12 +106,14 @@ def indices_of(entry: Entry, epoch: int, positions: list[int], listing: Listing 
     if order is None:
         listed = _listed(entry, epoch, listing)
         return [index for position in positions for index in listed[position]]
-    computed, found = order.epoch(entry.seed, epoch), list[int]()
+    computed = order.epoch(entry.seed, epoch)
+    return [index for first, last in runs_of(positions) for index in computed[first : last + 1].tolist()]
+
+
+def runs_of(positions: list[int]) -> list[tuple[int, int]]:
+    """The first and the last of positions that follow each other."""
     cuts = [0, *(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), len(positions)]
-    for first, last in itertools.pairwise(cuts):
-        if first < last:
-            found += computed[positions[first] : positions[last - 1] + 1].tolist()
-    return found
+    return [(positions[first], positions[last - 1]) for first, last in itertools.pairwise(cuts) if first < last]
 
 
 def _listed(entry: Entry, epoch: int, listing: Listing | None) -> list[list[Any]]:
