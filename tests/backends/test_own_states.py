@@ -1275,3 +1275,34 @@ def test_a_source_that_ends_before_its_len_is_refused() -> None:
     with pytest.raises(midepoch.SourceError, match=r"after 6 of the 9 batches .*lambda: iter"):
         list(wrap(SaysMore()))
     assert len(list(wrap(lambda: iter(SaysMore())))) == 6, "as the message says"
+
+
+def test_random_numbers_are_believed_where_no_load_was_tried() -> None:
+    def make(collate: Any) -> Loader:
+        return midepoch.wrap(DataLoader(Numbered(), 2, collate_fn=collate), seed=0)
+
+    for collate, believed in ((None, False), (lambda batch: batch, True)):  # a lambda cannot be pickled
+        loader = make(collate)
+        assert len(list(loader)) == 4
+        answer = loader.capabilities.exact_augmentations
+        assert answer
+        assert (answer.believed, "no load of a state draws" in answer.reason) == (believed, believed)
+
+
+class Numbered(IterableDataset[int]):
+    """The numbers up to 8, with a state."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 8:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
