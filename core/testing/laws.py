@@ -13,6 +13,7 @@ from typing import Any, Literal
 from .examine import Examination
 from .law import Law
 from .laws_of_callers import cost, delivery, guest
+from .laws_of_holes import holes
 from .laws_of_passes import any_item, boundary, determinism, next_epoch, tail
 from .laws_of_states import chain, isolation, observer, round_trip, transport
 from .live import reshard, rollback
@@ -139,7 +140,7 @@ def judge(examination: Examination, laws: Iterable[str] | None = None) -> Iterat
 
 _ALL = (
     transparent, determinism, tail, next_epoch, boundary, round_trip, observer, isolation, transport, chain, partition,
-    topology, refusal, delivery, cost, guest, any_item, witness, honesty, reshard, rollback,
+    topology, refusal, delivery, cost, guest, any_item, witness, honesty, holes, reshard, rollback,
 )  # fmt: skip
 LAWS: dict[str, Law] = {each.name: each for each in _ALL}
 """All laws by name, in a good order to read them."""

@@ -20,7 +20,7 @@ from .record import MOST_BATCHES, Pass, Recording, Settings, capture_failure, op
 from .report import HOLDS, InapplicableError, LawError, Outcome
 from .worlds import check_content, check_cover, count, largest_batch, no_world
 
-__all__ = ["reshard", "rollback"]
+__all__ = ["need", "reshard", "rollback"]
 
 
 _UNSUPPORTED = "midepoch.errors.UnsupportedSourceError"
@@ -34,7 +34,7 @@ _STATE_ERROR = "midepoch.errors.StateError"
 )
 def reshard(examination: Examination) -> Outcome:
     """Ranks that leave and join in mid-epoch share the rest of it, over any sequence of worlds."""
-    _need(examination, "reshard")
+    need(examination, "reshard")
     worlds = examination.worlds
     if len(worlds) == 1:
         return Outcome("not applicable", no_world(examination))
@@ -57,7 +57,7 @@ def reshard(examination: Examination) -> Outcome:
     return HOLDS if compared else Outcome("not applicable", "an epoch is too short for a change of the world")
 
 
-def _need(examination: Examination, *methods: str) -> None:
+def need(examination: Examination, *methods: str) -> None:
     """Raise `InapplicableError` if the loader lacks a method, or what is broken without it would be found once more."""
     if not examination.investigate(_has, examination.options(), methods):
         raise InapplicableError(f"the loader has no {' and '.join(methods)}")
@@ -194,7 +194,7 @@ def _change_worlds(settings: Settings, options: Mapping[str, Any], sequence: tup
 )
 def rollback(examination: Examination) -> Outcome:
     """What was handed out since the last commit is given again, once, and a state says what is committed."""
-    _need(examination, "commit", "rollback")
+    need(examination, "commit", "rollback")
     examination.need_exact()
     head = examination.observed()
     batches = [seen for part in head.passes[:2] for seen in part.batches]

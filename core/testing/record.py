@@ -317,6 +317,7 @@ CAPABILITIES = (
     "elastic_world",
     "elastic_workers",
     "rank_independent",
+    "skips",
 )
 
 

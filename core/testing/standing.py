@@ -23,6 +23,7 @@ _LAWS: Mapping[str, tuple[str, ...]] = {
     "elastic_world": ("topology",),
     "elastic_workers": ("topology",),
     "rank_independent": ("topology",),
+    "skips": ("holes",),
 }
 
 

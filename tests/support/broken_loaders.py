@@ -355,21 +355,21 @@ class PeekTakes(ReferenceLoader):
 class StateStartsThePass(ReferenceLoader):
     """Asked for between iter() and the first next(), state_dict() costs a batch."""
 
-    waiting = skips = False
+    waiting = loses = False
 
     def __iter__(self) -> Iterator[Any]:
-        self.waiting, self.skips = True, False
+        self.waiting, self.loses = True, False
         return self.run()
 
     def run(self) -> Iterator[Any]:
         self.waiting = False
         batches = super().__iter__()
-        if self.skips:
+        if self.loses:
             next(batches)
         yield from batches
 
     def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
-        self.skips = self.skips or self.waiting
+        self.loses = self.loses or self.waiting
         return super().state_dict(in_flight)
 
 
@@ -686,6 +686,20 @@ class AcceptsAnyWorld(RigidLoader):
 
     def reshard(self, world: World) -> None:
         self.rank, self.world_size = world.rank, world.world_size
+
+
+@breaks("holes")
+class SkipsOneTooMany(ReferenceLoader):
+    def skip(self, start: int, stop: int, epoch: int | None = None) -> None:
+        super().skip(start, min(stop + 1, self.size), epoch)
+
+
+@breaks("holes")
+class KeepsNoSkips(ReferenceLoader):
+    """In its state."""
+
+    def state_of_now(self, in_flight: int = 0) -> dict[str, Any]:
+        return reference_loader.reseal(super().state_of_now(in_flight) | {"omit": ""})
 
 
 @breaks("rollback")

@@ -25,6 +25,7 @@ from midepoch.errors import (
     StateVersionError,
     UnsupportedSourceError,
 )
+from midepoch.order.holes import Holes, parse_omit, text_of_omit
 from midepoch.state.witness import Witness, summary_of
 from midepoch.world import World
 
@@ -151,6 +152,7 @@ class ReferenceLoader:
         self.moved = False  # the running pass goes on at the cursor, in the world of now
         self.origin = self.cursor  # where a rollback leads
         self.committed: dict[str, Any] | None = None
+        self.skips: dict[int, Holes] = {}
 
     # What it says of itself.
 
@@ -163,6 +165,7 @@ class ReferenceLoader:
             elastic_world=yes_or_no(self.elastic),
             elastic_workers=yes_or_no(self.elastic_workers),
             rank_independent=yes_or_no(self.knows_all_ranks),
+            skips=yes_or_no(True),
         )
 
     def __len__(self) -> int:
@@ -186,6 +189,21 @@ class ReferenceLoader:
             if start < stop:
                 yield range(start, stop), after
             position = after
+
+    def blocks_of(self, epoch: int, position: int) -> Iterator[tuple[Sequence[int], int]]:
+        """As `blocks`, around what the epoch leaves out."""
+        holes, size = self.skips.get(epoch, Holes()), self.size
+        if not holes:
+            yield from self.blocks(position)
+            return
+        self.size = left = size - holes.total
+        try:
+            blocks = list(self.blocks(holes.place_of(position)))
+        finally:
+            self.size = size
+        for places, after in blocks:
+            positions = [holes.position_of(place % left) for place in places]
+            yield positions, holes.position_of(after) if after < left else size
 
     def order(self, epoch: int) -> list[int]:
         if not self.shuffle:
@@ -254,19 +272,19 @@ class ReferenceLoader:
         if self.replays:
             for skipped in range(position):
                 self.read(epoch, [skipped], order)
-        for positions, after in self.blocks(position):
+        for positions, after in self.blocks_of(epoch, position):
             yield self.read(epoch, positions, order), after
 
     def deliver(self, epoch: int, after: int) -> None:
         self.history.append(self.cursor)
-        self.cursor = (epoch, after) if any(self.blocks_left(after)) else (epoch + 1, 0)
+        self.cursor = (epoch, after) if any(self.blocks_left(epoch, after)) else (epoch + 1, 0)
 
-    def blocks_left(self, position: int) -> Iterator[bool]:
+    def blocks_left(self, epoch: int, position: int) -> Iterator[bool]:
         """Whether any rank has another batch: the end of an epoch is the same for all."""
         own = self.rank
         self.rank = 0
         try:
-            yield from (True for _ in self.blocks(position))
+            yield from (True for _ in self.blocks_of(epoch, position))
         finally:
             self.rank = own
 
@@ -274,6 +292,13 @@ class ReferenceLoader:
         if not self.peeked:
             self.peeked.append(next(self.fetch(*self.cursor)))
         return self.peeked[0][0]
+
+    def skip(self, start: int, stop: int, epoch: int | None = None) -> None:
+        epoch = self.cursor[0] if epoch is None else epoch
+        if not 0 <= start < stop <= self.size:
+            raise ValueError(f"there is no range from {start} to {stop}")
+        self.skips[epoch] = Holes([*self.skips.get(epoch, ()), (start, stop)])
+        self.moved = True
 
     # The state.
 
@@ -302,7 +327,7 @@ class ReferenceLoader:
                 "detail": self.detail(),
                 "witness": self.witness(epoch if position else epoch - 1),
                 "changed": "",
-                "omit": "",
+                "omit": text_of_omit(self.skips, epoch),
             }
         )
 
@@ -324,6 +349,7 @@ class ReferenceLoader:
         self.expected = state.get("witness", "")
         self.seed = state["seed"]
         self.cursor = (state["epoch"], state["position"])
+        self.skips = parse_omit(state.get("omit", ""), state["epoch"])[0]
         self.continues = True
         self.passes += 1  # ends a pass that runs
         self.history.clear()
@@ -353,7 +379,13 @@ class ReferenceLoader:
             if type(state[key]) is not wanted:
                 raise StateCorruptError(f"{key} is {state[key]!r}, not {wanted.__name__}")
         Witness.parse(state["witness"])
-        if state["changed"] or state["omit"]:
+        try:
+            skips, done = parse_omit(state["omit"], state["epoch"])
+        except ValueError as error:
+            raise StateCorruptError(f"omit is {state['omit']!r}") from error
+        if done or any(holes.stops[-1] > self.size for holes in skips.values()):
+            raise StateCorruptError(f"omit is {state['omit']!r}, of {self.size} samples")
+        if state["changed"]:
             raise StateCorruptError(f"changed is {state['changed']!r}, and nothing changes the data of this loader")
         if reseal(state) != state:
             raise StateCorruptError("the checksum does not fit")

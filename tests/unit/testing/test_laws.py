@@ -107,6 +107,7 @@ def test_a_loader_of_three_methods_is_examined_as_far_as_it_goes() -> None:
         "cost": "the factory takes no read_log",
         "any item": "the factory takes no items",
         "witness": "the state has no witness: nothing of the data is compared at a resume",
+        "holes": "the loader has no skip",
         "reshard": "the loader has no reshard",
         "rollback": "the loader has no commit and rollback",
     }
