@@ -60,6 +60,16 @@ def test_the_state_is_the_frontier_and_what_is_finished_beyond_it() -> None:
     assert (other.epoch, len(other), other.state_dict()["omit"]) == (1, 10, "")
 
 
+def test_padding_repeats_the_start_of_the_epoch_finished_or_not() -> None:
+    loader = wrapped(20, 1, shuffle=False)
+    tickets = [loader.ticket for _, _ in zip(range(2), loader, strict=False)]
+    loader.finish(tickets[1])
+    others = [wrapped(20, 1, shuffle=False, world=World(rank, 3)) for rank in range(3)]
+    for other in others:
+        other.load_state_dict(loader.state_dict())
+    assert [numbers(list(other)[-1]) for other in others] == [[19], [0], [1]]
+
+
 def test_what_comes_again_has_its_random_numbers() -> None:
     whole = dict(sample for batch in wrapped(20, 2) for sample in batch)
     loader = wrapped(20, 2)
