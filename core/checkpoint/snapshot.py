@@ -174,13 +174,14 @@ class Snapshot:
         ranks, agreement, body = self._agreement.ranks(), self._agreement, self._loop.body
         if body is None and self._loop.resumed is not None:
             self._tell_of_missing_body()
-        if not self._due and body is None and any(each._progress.body for each in self._loop.loaders().values()):
-            warn(
-                "loader.epochs beside a Snapshot ends an epoch without it: write `for epoch in snapshot.epochs(n):`, "
-                "which also loads, and saves the end of each body"
-            )
         if not ranks.rank:
-            self._unfollowed.look(self._loop.loaders(), self.steps, in_flight, body)
+            loaders = self._loop.loaders()
+            if self._unfollowed.is_first and body is None and any(each._progress.body for each in loaders.values()):
+                warn(
+                    "loader.epochs beside a Snapshot ends an epoch without it: write `for epoch in "
+                    "snapshot.epochs(n):`, which also loads, and saves the end of each body"
+                )
+            self._unfollowed.look(loaders, self.steps, in_flight, body)
         stop = bool(self._signals.received)
         if ranks.size > 1:
             stop = agreement.should_stop(ranks, self.steps, stop, f"calls step() for step {self.steps}")

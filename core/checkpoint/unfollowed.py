@@ -45,6 +45,11 @@ class Unfollowed:
         self._before: dict[str, tuple[Any, int]] = {}
         self.is_due = False
 
+    @property
+    def is_first(self) -> bool:
+        """Whether the next step is the first one of a loop."""
+        return self._first is None
+
     def begin(self, loaders: Mapping[str, Loader]) -> None:
         """The next step is the first one of a loop. What was taken before the loop is not its own."""
         self._first = None

@@ -71,8 +71,10 @@ class LoopChanges:
         look = self._look()
         self.since_saved = any(_of(look, path) != value for path, value in self._expected.items())
         # At a boundary the loop may have set them for the next epoch. What it has not set since the load, it has not.
+        # Content tells nothing there: data may have been renewed before the load.
         held = look if inside or self._held is None else self._held
-        self._warn({path: value for path, value in self._expected.items() if _of(held, path) == _of(look, path)}, look)
+        unset = {path: value for path, value in self._expected.items() if _of(held, path) == _of(look, path)}
+        self._warn({path: value for path, value in unset.items() if inside or not value.startswith("#")}, look)
         if self._was_loaded:  # what the loop has set since the load, it has set for this pass
             self.since_saved, self._was_loaded = self.since_saved or bool(_differing(self._held or {}, look)), False
         self._expected = {}
