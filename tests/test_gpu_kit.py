@@ -300,7 +300,7 @@ def test_steps_run_in_the_kit_s_environment(tmp_path: Path) -> None:
     paths = f"{kit}/package:{kit}/site {kit}/lib"
     assert f"{paths} benchmarks/gpu.py dali\n" in said
     (files,) = re.findall(rf"^{paths} -m pytest -m gpu -q -rA -n 4 -p no:cacheprovider (.+)$", said, re.MULTILINE)
-    assert {"tests/backends/test_dali.py", "tests/backends/test_ffcv.py"} <= set(files.split())
+    assert {"tests/backends/test_dali.py", "tests/backends/test_gpu.py"} <= set(files.split())
 
 
 @pytest.mark.parametrize(

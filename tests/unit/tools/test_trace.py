@@ -18,6 +18,7 @@ import midepoch
 from midepoch import MidepochError, World
 from midepoch.tools.trace import trace
 from support import forking
+from support.places import ROOT
 
 SIZE = 50
 
@@ -217,7 +218,8 @@ def test_as_people_and_programs_read_it(tmp_path: Path) -> None:
         assert json.loads(command(path, "--json", *question).stdout)["steps"] == 30
 
 
-def test_exit_statuses(tmp_path: Path) -> None:
+def test_exit_statuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))  # where this file finds what it imports
     path = tmp_path / "snapshot.pt"
     train(path, plain)
     for arguments, words in (
