@@ -538,7 +538,7 @@ def test_an_adapter_of_another_package(tmp_path: Path) -> None:
     found = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     done = forking.run(command, modules=MODULES, cwd=package, env=found)
     assert done.returncode == 0, done.stdout
-    assert "18 passed" in done.stdout
+    assert "19 passed" in done.stdout
 
 
 def test_every_example_is_run() -> None:

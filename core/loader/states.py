@@ -117,12 +117,12 @@ class States:
             StateError: it cannot. The message says what differs and what to do.
         """
         checked = states.check(state)
-        self._check_whole(checked)
         adapter, stated_seed = self._context.adapter, self._context.options.seed
         if checked["adapter"] != adapter.name:
             _mismatch("the adapter", checked["adapter"], adapter.name, "wrap the kind of source that was saved")
         if stated_seed is not None and checked["seed"] != stated_seed:
             _mismatch("the seed", checked["seed"], stated_seed, "pass that seed, or none to take over the saved one")
+        self._check_whole(checked)
         inside = checked["position"] > 0 or checked["detail"] or checked["omit"].startswith("done")
         # Of what each rank knows for itself, `rank_part` says which worlds can share it.
         if inside and adapter.rank_independent and not adapter.elastic and checked["world_size"] != world.world_size:
@@ -169,7 +169,7 @@ class States:
         if omit and (self._context.is_part or not can):
             raise StateMismatchError(f"the state skips positions, and this source cannot ({can.reason}): load another")
         for each, holes in skips.items():
-            if (size is not None and each == epoch and holes.stops[-1] > size):
+            if size is not None and each == epoch and holes.stops[-1] > size:
                 raise StateCorruptError(
                     f"omit names positions up to {holes.stops[-1]} of epoch {each}, and the state is in epoch {epoch} "
                     f"of {size}: use an undamaged state"
