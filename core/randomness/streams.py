@@ -28,7 +28,7 @@ from .devices import DeviceGenerators
 from .globals import NAMES, GlobalGenerators, Stamp
 from .owned import OwnedGenerator, find_generators
 
-__all__ = ["Purpose", "Streams", "process_seed", "sample_generator", "without_keys"]
+__all__ = ["Purpose", "Streams", "no_other_reads", "process_seed", "sample_generator", "without_keys"]
 
 
 class Purpose:
@@ -73,6 +73,24 @@ def _wait() -> threading.Lock | None:
         _turn, _process = threading.Lock(), os.getpid()
     turn = _turn
     return turn if turn.acquire(timeout=_SECONDS_TO_WAIT) else None
+
+
+@contextlib.contextmanager
+def no_other_reads() -> Iterator[None]:
+    """Keep other threads from the generators: a process that is forked has them as they are at that moment."""
+    global _owner
+    if _current.streams is not None:  # this thread has them
+        yield
+        return
+    turn = _turn if _turn.acquire(blocking=False) else _wait()
+    if turn is not None:
+        _owner = threading.get_ident()
+    try:
+        yield
+    finally:
+        if turn is not None:
+            _owner = 0
+            turn.release()
 
 
 def process_seed() -> int:

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from ..errors import SourceError, UnsupportedSourceError, warn
 from ..loader.adapter import Options, Run
 from ..order.keys import TORCH_KEYS, derive_key
-from ..randomness.streams import Purpose
+from ..randomness.streams import Purpose, no_other_reads
 from ..summary import changed_paths, summarize
 from .collating import as_it_is
 from .private import (
@@ -276,7 +276,8 @@ def _starting(loader: DataLoader[Any]) -> Iterator[None]:
     try:
         if numbers:
             signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # new processes inherit the mask
-        yield
+        with no_other_reads() if method == "fork" else contextlib.nullcontext():
+            yield
     except RuntimeError as error:
         raise_if_worker_died(str(error), error)
         raise

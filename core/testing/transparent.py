@@ -23,6 +23,7 @@ from ..loader.loader import Loader
 from ..loader.part import Part
 from ..randomness.streams import without_keys
 from ..reading.exposed import exposed_samplers
+from ..reading.private import shut_down
 from ..wrapping import wrap
 from . import record
 from .examine import Examination
@@ -251,7 +252,11 @@ def _begun(loader: Any) -> Iterator[Any]:
     if _is_function(loader):
         loader = loader()
     batches = iter(loader)
-    yield from batches
+    try:
+        yield from batches
+    finally:
+        if isinstance(loader, DataLoader) and not loader.persistent_workers:
+            shut_down(batches)  # left to the garbage, torch may wait five seconds for each
     if batches is loader and callable(reset := getattr(loader, "reset", None)):
         reset()
 

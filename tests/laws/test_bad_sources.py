@@ -164,7 +164,9 @@ def test_a_bad_source_is_read_as_without_midepoch_or_named(name: str, what: str)
     make, shard = SOURCES[name]
     for _ in range(2):  # epochs: a source may be worse in the second one
         plain = make(what)
-        expected, error = _read(iter(plain() if callable(plain) else plain))
+        batches = iter(plain() if callable(plain) else plain)
+        expected, error = _read(batches)
+        getattr(batches, "_shutdown_workers", int)()  # left to the garbage, torch waits five seconds for each
     if name == "list" and what in LENGTHS:
         with pytest.raises(MidepochError, match=f"this Listed holds 6 items, but its len.. is {LENGTHS[what]}"):
             midepoch.wrap(make(what))

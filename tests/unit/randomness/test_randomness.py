@@ -720,6 +720,28 @@ def test_loaders_read_by_several_threads_give_what_each_gives(monkeypatch: pytes
     assert caller_draws() == expected
 
 
+def test_no_process_is_forked_while_a_thread_has_the_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have numpy's without its words, and torch's worker processes seed it first."""
+    monkeypatch.setattr(streams, "_SECONDS_TO_WAIT", 60)
+    reading, forking, steps = threading.Event(), threading.Event(), list[str]()
+
+    def read() -> None:
+        with Streams():
+            reading.set()
+            forking.wait(60)
+            steps.append("read")
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    reading.wait(60)
+    forking.set()
+    with streams.no_other_reads():
+        steps.append("forked")
+        assert streams._owner == threading.get_ident()
+    assert steps == ["read", "forked"]
+    thread.join(60)
+
+
 class Feeds(sources.Indices):
     """Samples come from another loader, which another thread reads."""
 
