@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+import midepoch
 from midepoch.testing import check_resumable
 from support import transparent_sources as sources
 from support.places import TESTS
@@ -56,3 +59,62 @@ def test_a_sound_source_in_workers_kept_and_not(name: str, method: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("refused clearly" if name in REFUSED else "holds"), done.stdout
+
+
+# --- a loop that changes its dataset ----------------------------------------------------------------------------------
+
+
+class Scaled(Dataset[tuple[int, int]]):
+    """What the loop changes between two passes."""
+
+    def __init__(self) -> None:
+        self.rows, self.scale = list(range(11)), 1
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index, self.rows[index] * self.scale
+
+
+class ScaledStream(Scaled, IterableDataset[tuple[int, int]]):
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return map(self.__getitem__, range(first, len(self), step))
+
+
+def rescales(dataset: Scaled, epoch: int) -> None:
+    dataset.scale = 10**epoch
+
+
+def renews(dataset: Scaled, epoch: int) -> None:
+    dataset.rows = [100 * epoch + row for row in range(11)]
+
+
+def grows(dataset: Scaled, epoch: int) -> None:
+    dataset.rows.append(1000 + epoch)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("change", [rescales, renews, grows])
+@pytest.mark.parametrize("kind", [Scaled, ScaledStream])
+def test_a_loop_that_changes_its_dataset(
+    kind: type[Scaled], change: Callable[[Scaled, int], None], workers: int
+) -> None:
+    """Its own loader and the wrapped one read what the dataset is when a pass begins."""
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(kind(), batch_size=2, shuffle=kind is Scaled, num_workers=workers)
+
+    def rows(loader: Any, dataset: Any) -> list[list[Any]]:
+        found = []
+        for epoch in range(3):
+            change(dataset, epoch)
+            batches = [torch.stack(batch, 1).tolist() for batch in loader]
+            found.append(sorted(row for batch in batches for row in batch) + sorted(map(len, batches)))
+        return found
+
+    plain = make()
+    with midepoch.wrap(make(), seed=0, shard=None if kind is Scaled else False) as loader:
+        assert rows(loader, loader.source.dataset) == rows(plain, plain.dataset)
