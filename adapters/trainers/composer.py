@@ -109,7 +109,7 @@ def _batches_left(loader: Loader, length: int | None, begun: int) -> int | None:
     if not loader.position:
         return 0  # the loader's epoch has ended, Composer's has not
     try:
-        _ = loader.batches_left
+        _ = loader.batches_left  # raises where only reading tells, and `batches_done` is then a bound
         begun = loader.batches_done
     except TypeError:  # only reading tells whether anything is left
         try:
