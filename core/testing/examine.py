@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from . import items, record
 from .naming import UNNAMED, Column, Naming, View, choose, with_contents
 from .pool import Call, ProcessError, ProcessPool, shared_pool
-from .record import Failure, Recording, Seen, Settings, Trial
+from .record import Failure, Pass, Recording, Seen, Settings, Trial
 from .report import InapplicableError, LawError
 
 __all__ = ["Examination", "Place", "Resume"]
@@ -38,10 +38,7 @@ def _once(method: Method) -> Method:
 
 @dataclasses.dataclass(frozen=True)
 class Resume:
-    """The uninterrupted run ``head``, and a resume of it after ``cut`` batches of an epoch.
-
-    ``where`` tells the rank or the workers, if there are any. ``inside``: neither all batches were given nor none.
-    """
+    """A resume of the uninterrupted run ``head``. ``where``: rank or workers; ``inside``: not at an epoch's end."""
 
     head: Recording
     recording: Recording
@@ -65,9 +62,7 @@ class Examination:
         self.broken: list[str] = []  # the laws found broken so far, but `transparent`
         self._varied: dict[str, Any] = {}  # options of make_loader that the law has set
         self._memory: dict[Hashable, Any] = {}
-        self._law = ""
-        self._cause = ""
-        self._cure = ""
+        self._law = self._cause = self._cure = ""
 
     # What make_loader can do.
 
@@ -77,9 +72,9 @@ class Examination:
         return allowed and option in self._parameters
 
     def default(self, option: str) -> Any:
-        """The default of a parameter of make_loader; None if it has none."""
+        """The default of a parameter of make_loader; None if it has no integer as one."""
         value = self._parameters[option].default
-        return None if value is inspect.Parameter.empty else value
+        return value if type(value) is int else None
 
     def options(self, rank: int = 0, world_size: int = 1, **more: Any) -> dict[str, Any]:
         """The keywords for make_loader."""
@@ -156,36 +151,27 @@ class Examination:
     def _shared_otherwise(self, paddings: Sequence[Column]) -> View:
         """The first epoch on more ranks, or with another batch size, or with workers; empty if none is possible."""
         variants = [self.options(rank, self.worlds[-1]) for rank in range(self.worlds[-1])]
-        if len(variants) == 1 and self.takes("batch_size") and type(self.default("batch_size")) is int:
+        if len(variants) == 1 and self.takes("batch_size") and self.default("batch_size") is not None:
             variants = [self.options(batch_size=self.default("batch_size") + 1)]
         elif len(variants) == 1:
             variants = [self.options(num_workers=self.most_workers)] if self.most_workers else []
-        calls = [
-            (rank, record.experiment, (record.read_views, (self.settings, each, 1, paddings)))
-            for rank, each in enumerate(variants)
-        ]
-        results = [found[0][0] for found in self.run(calls) if not isinstance(found, Failure)]
+        asked = [(record.read_views, (self.settings, each, 1, paddings)) for each in variants]
         shared: View = {}
-        for view in results:
-            for column, batches in view.items():
-                shared[column] = shared.get(column, []) + batches
+        for found in self.run([(rank, record.experiment, each) for rank, each in enumerate(asked)]):
+            if not isinstance(found, Failure):
+                for column, batches in found[0][0].items():
+                    shared[column] = shared.get(column, []) + batches
         return shared
 
-    def begin(self, law: str, cause: str, cure: str) -> None:
+    def begin(self, law: str = "", cause: str = "", cure: str = "") -> None:
         """Attribute later failures to ``law``."""
         self._law, self._cause, self._cure = law, cause, cure
         self._varied.clear()
 
     def error(
-        self,
-        expected: str,
-        got: str,
-        *,
-        epoch: int | None = None,
-        batch: int | None = None,
-        cause: str | None = None,
-        cure: str | None = None,
-    ) -> LawError:
+        self, expected: str, got: str, epoch: int | None = None, batch: int | None = None,
+        cause: str | None = None, cure: str | None = None,
+    ) -> LawError:  # fmt: skip
         """The error to raise, with the law's own cause and cure unless others are given."""
         return LawError(self._law, epoch, batch, expected, got, cause or self._cause, cure or self._cure)
 
@@ -193,11 +179,8 @@ class Examination:
         """``error``, with a note on how make_loader's parameters were understood, and on the process's seeds."""
         taken = "; ".join(f"{name} for {record.OPTIONS[name]}" for name in self._varied)
         if taken:
-            note = (
-                f"The laws used these parameters of make_loader: {taken}. If one means something else, pass options= "
-                "without it"
-            )
-            error = dataclasses.replace(error, cure=f"{error.cure}. {note}")
+            note = f"The laws used these parameters of make_loader: {taken}. If one means something else"
+            error = dataclasses.replace(error, cure=f"{error.cure}. {note}, pass options= without it")
         if ("_heads", 1, False) not in self._memory:
             return error
         try:
@@ -215,33 +198,24 @@ class Examination:
         return self.record([self.trial(self.options(), later=True)], process=1)[0]
 
     def sound(
-        self, recording: Recording, expected: str, *, epoch: int | None = None, batch: int | None = None
+        self, recording: Recording, expected: str, epoch: int | None = None, batch: int | None = None
     ) -> Recording:
         """Return ``recording`` if the loader did not fail; otherwise raise the law's error."""
         if recording.failure is not None:
             if epoch is None and recording.passes:
                 epoch, batch = len(recording.passes) - 1, len(recording.passes[-1].batches)
-            got = f"{recording.failure}\n{recording.failure.trace}".rstrip()
-            raise self.error(expected, got, epoch=epoch, batch=batch)
+            raise self.error(expected, recording.failure.whole, epoch, batch)
         return recording
 
     def same(
-        self,
-        expected: Sequence[Seen],
-        got: Sequence[Seen],
-        what: str,
-        *,
-        epoch: int | None = None,
-        first: int = 0,
-        by_ids: bool = False,
-        blame: tuple[str | None, str | None] = (None, None),
-    ) -> None:
+        self, expected: Sequence[Seen], got: Sequence[Seen], what: str, epoch: int | None = None, first: int = 0,
+        *blame: str, by_ids: bool = False,
+    ) -> None:  # fmt: skip
         """Raise the law's error unless both are equal: bit for bit, or ``by_ids`` in the samples they hold.
 
         ``first`` is the number in its epoch of the first batch in ``expected``. If the loader declares that its
         augmentations are not exact, only the samples are compared. ``blame``: a cause and a cure other than the law's.
         """
-        cause, cure = blame
         if by_ids:
             self.need_names()
         by_ids = by_ids or self.compares_by_ids()
@@ -249,19 +223,29 @@ class Examination:
             if (one.ids != other.ids) if by_ids else (one.digest != other.digest):
                 differs = items.first_difference(one.leaves, other.leaves)
                 texts = (f"samples {one.ids}", f"samples {other.ids}") if by_ids else differs
-                wrong = f"{what}: {texts[0]}", texts[1]
-                raise self.error(*wrong, epoch=epoch, batch=first + offset, cause=cause, cure=cure)
+                raise self.error(f"{what}: {texts[0]}", texts[1], epoch, first + offset, *blame)
         if len(expected) != len(got):
             at = min(len(expected), len(got))
             surplus = f", the first surplus one: samples {got[at].ids}" if len(got) > at else ""
             wrong = f"{what}: {len(expected)} batches", f"{len(got)} batches{surplus}"
-            raise self.error(*wrong, epoch=epoch, batch=first + at, cause=cause, cure=cure)
+            raise self.error(*wrong, epoch, first + at, *blame)
 
-    def same_state(self, expected: Any, got: Any, what: str, **place: Any) -> None:
-        """Raise the law's error unless both states are equal. ``place`` as for `error`."""
+    def same_passes(self, expected: Sequence[Pass], got: Sequence[Pass], what: str) -> None:
+        """`same` for each of the epochs from the first on."""
+        for epoch, (one, other) in enumerate(zip(expected, got, strict=True)):
+            self.same(one.batches, other.batches, what, epoch)
+
+    def same_rest(self, resume: Resume, told: str, what: str, by_ids: bool = False) -> None:
+        """Raise the law's error unless a resume succeeds, as ``told``, and gives the rest of the epoch that was cut."""
+        epoch, cut = resume.epoch, resume.cut
+        got = self.sound(resume.recording, told, epoch, cut).passes[0].batches
+        self.same(resume.head.passes[epoch].batches[cut:], got, what, epoch, cut, by_ids=by_ids)
+
+    def same_state(self, expected: Any, got: Any, what: str, epoch: int, batch: int, *blame: str) -> None:
+        """Raise the law's error unless both states are equal. ``blame`` as for `same`."""
         if items.digest(expected) != items.digest(got):
             texts = items.first_difference(items.leaves(expected), items.leaves(got))
-            raise self.error(f"{what}: {texts[0]}", texts[1], **place)
+            raise self.error(f"{what}: {texts[0]}", texts[1], epoch, batch, *blame)
 
     # Running.
 
@@ -286,8 +270,7 @@ class Examination:
 
     def record(self, trials: Sequence[Trial], process: int = 0) -> list[Recording]:
         """Run trials one after another in one process."""
-        recordings: list[Recording] = self.run([(process, record.record_many, (trials,))])[0]
-        return recordings
+        return cast("list[Recording]", self.run([(process, record.record_many, (trials,))])[0])
 
     def resume(self, trials: Sequence[Trial]) -> list[Recording]:
         """Run trials in processes other than 0, in parallel. The results keep their order."""
@@ -304,17 +287,11 @@ class Examination:
     ) -> list[Recording]:
         """A resume from each of ``places`` in a run: one pass; for the places in ``followed``, two."""
         longest = 2 * sum(sum(map(len, part.ids)) for part in head.passes) + 1
-        return self.resume(
-            [
-                self.trial(
-                    self.options(**options),
-                    state=head.passes[epoch].states[cut],
-                    passes=1 + ((epoch, cut) in followed),
-                    limit=longest,
-                )
-                for epoch, cut in places
-            ]
-        )
+        trials = []
+        for epoch, cut in places:
+            state, passes = head.passes[epoch].states[cut], 1 + ((epoch, cut) in followed)
+            trials.append(self.trial(self.options(**options), state=state, passes=passes, limit=longest))
+        return self.resume(trials)
 
     def on_ranks(self, world_size: int, trials: Callable[[int], Sequence[Trial]], group: bool) -> list[list[Recording]]:
         """Run ``trials(rank)`` on every rank at once, each in its own process; with ``group``, in a process group."""
@@ -323,14 +300,16 @@ class Examination:
             calls = [(rank, record.in_group, (meeting, rank, world_size, trials(rank))) for rank in range(world_size)]
             return self.run(calls)
 
-    def investigate(self, function: Callable[..., Any], *arguments: Any, process: int = 0) -> Any:
-        """The result of ``function(settings, *arguments)`` in a process. An exception is the law's error."""
+    def investigate(self, function: Callable[..., Any], *arguments: Any, process: int = 0, refusal: str = "") -> Any:
+        """The result of ``function(settings, *arguments)`` in a process. An exception is the law's error.
+
+        One of the class named ``refusal`` is returned as a `Failure`.
+        """
         (result,) = self.run([(process, record.experiment, (function, (self.named, *arguments)))])
         if isinstance(result, LawError):
-            place = {"epoch": result.epoch, "batch": result.batch}
-            raise self.error(result.expected, result.got, cause=result.cause, cure=result.cure, **place)
-        if isinstance(result, Failure):
-            raise self.error("no exception", f"{result}\n{result.trace}".rstrip())
+            raise self.error(result.expected, result.got, result.epoch, result.batch, result.cause, result.cure)
+        if isinstance(result, Failure) and refusal not in result.kinds:
+            raise self.error("no exception", result.whole)
         return result
 
     # --- runs that several laws use ---
@@ -339,9 +318,7 @@ class Examination:
         """An uninterrupted run in process 0, without asking for states: one epoch more than are cut."""
         recording = self.sound(self._whole(), "an uninterrupted run")
         if not recording.passes[0].batches:
-            raise ValueError(
-                "make_loader gives a loader without a single batch, so there is nothing to resume; make it larger"
-            )
+            raise ValueError("make_loader gives a loader without a single batch, so nothing can be cut; make it larger")
         return recording
 
     @_once
@@ -399,11 +376,7 @@ class Examination:
         return {cuts[len(cuts) // 2] for cuts in by_epoch.values()}
 
     def resume_world(
-        self,
-        heads: Sequence[Recording],
-        places: Sequence[Place],
-        world_size: int,
-        followed: Collection[Place] = (),
+        self, heads: Sequence[Recording], places: Sequence[Place], world_size: int, followed: Collection[Place] = ()
     ) -> list[list[Recording]]:
         """The resumes on each rank of a new world from ``places`` in the run of an old world.
 
@@ -434,11 +407,11 @@ class Examination:
         many batches. The calling law judges failures.
         """
         heads = self.heads(world_size)
-        inside = self.places(heads[0])
-        ends = [(epoch, len(heads[0].passes[epoch].batches)) for epoch in range(self.settings.epochs)]
-        places = inside + [
-            (epoch, count) for epoch, count in ends if all(len(head.passes[epoch].batches) == count for head in heads)
-        ]
+        places = inside = self.places(heads[0])
+        for epoch in range(self.settings.epochs):
+            counts = {len(head.passes[epoch].batches) for head in heads}
+            if len(counts) == 1:
+                places = [*places, (epoch, counts.pop())]
         followed = places if self.ranks_end_apart else self.followed(inside)
         ranks = self.resume_world(heads, places, world_size, followed)
         return {place: [recordings[number] for recordings in ranks] for number, place in enumerate(places)}
@@ -489,11 +462,15 @@ class Examination:
         one, other = (self._head_with("num_workers", self.most_workers, process) for process in (0, 1))
         return [part.digests for part in one.passes] == [part.digests for part in other.passes]
 
-    def need_exact(self) -> None:
-        """Raise `InapplicableError` for a loader that declares a resumed epoch not to be exact."""
-        declared, reason = self.capability("exact_order")
+    def with_workers(self) -> list[dict[str, int]]:
+        """Options: none, and the largest number of workers if there are any to examine."""
+        return [{}, {"num_workers": self.most_workers}] if self.most_workers else [{}]
+
+    def need_promise(self, name: str = "exact_order") -> None:
+        """Raise `InapplicableError` for a loader that declares this capability no."""
+        declared, reason = self.capability(name)
         if declared is False:
-            raise InapplicableError(f"exact_order is declared no: {reason}", "not promised")
+            raise InapplicableError(f"{name} is declared no: {reason}", "not promised")
 
     @_once
     def resumed(self) -> dict[Place, Recording]:
@@ -501,10 +478,7 @@ class Examination:
 
         The cuts include 0 and the number of batches. The calling law judges failures.
         """
-        head = self.observed()
-        places = [
-            (epoch, cut)
-            for epoch in range(self.settings.epochs)
-            for cut in [0, *self.interior(head, epoch), len(head.passes[epoch].batches)]
-        ]
+        head, places = self.observed(), []
+        for epoch in range(self.settings.epochs):
+            places += [(epoch, cut) for cut in (0, *self.interior(head, epoch), len(head.passes[epoch].batches))]
         return dict(zip(places, self.resume_from(head, places, places), strict=True))

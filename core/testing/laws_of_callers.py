@@ -19,7 +19,7 @@ from ..errors import StateError
 from . import items
 from .examine import Examination
 from .law import law
-from .record import Seen, Settings, open_loader, see, violation
+from .record import Pass, Settings, open_loader, see, violation
 from .report import HOLDS, LawError, Outcome, combined
 
 __all__ = ["cost", "delivery", "guest"]
@@ -36,42 +36,36 @@ _READ_AHEAD = 2  # batches in flight in the delivery law
 def delivery(examination: Examination) -> Outcome:
     """Prefetched batches do not count, nor do those that the caller still has in flight."""
     outcomes = {}
-    variants = [examination.options()]
-    if workers := examination.most_workers:
-        variants.append(examination.options(num_workers=workers))
-    else:
+    variants = examination.with_workers()
+    if len(variants) == 1:
         none = f"num_workers={examination.settings.num_workers} names none"
         reason = none if examination.takes("num_workers") else "the factory takes no num_workers"
         outcomes["workers"] = Outcome("not applicable", reason)
     examination.compares_by_ids()  # which needs names
-    for options in variants:
+    for variant in variants:
+        options = examination.options(**variant)
         slow: _Slow = examination.investigate(_take_slowly, options)
         _resume_in_flight(examination, options, slow)
         if slow.refused:
             outcomes["in flight"] = Outcome("refused clearly", slow.refused)
         else:
-            told = "" if slow.in_flight else "state_dict takes no in_flight"
-            outcomes["in flight"] = Outcome("not applicable", told) if told else HOLDS
-    if len(variants) == 2:
-        _resume_with_workers(examination)
+            untold = Outcome("not applicable", "state_dict takes no in_flight")
+            outcomes["in flight"] = HOLDS if slow.in_flight else untold
+    for each in examination.resumes_with_workers():  # they prefetch before and after the cut
+        what = f"{each.where}, the samples that were not yet handed over"
+        examination.same_rest(each, f"a resume {each.where}", what, by_ids=True)
     return combined({"prefetched": HOLDS, **outcomes})
 
 
 @dataclasses.dataclass
 class _Slow:
-    """What a slow training loop saw.
+    """What a slow training loop saw."""
 
-    Attributes:
-        ids: of its batches, by epoch.
-        in_flight: whether the loader knows ``in_flight``.
-        other: (epoch, batches taken, those in flight, state) for each state that differs from the one given then.
-        refused: why a backend refused a state for an earlier batch, if it has only its current one.
-    """
-
-    ids: list[list[tuple[Hashable, ...]]]
-    in_flight: bool
+    ids: list[list[tuple[Hashable, ...]]]  # of its batches, by epoch
+    in_flight: bool  # whether the loader knows this parameter
+    # (epoch, batches taken, those in flight, state) for each state that differs from the one given then
     other: list[tuple[int, int, int, dict[str, Any]]]
-    refused: str = ""
+    refused: str = ""  # why a backend refused a state for an earlier batch, if it has only its current one
 
 
 def _take_slowly(settings: Settings, options: Mapping[str, Any]) -> _Slow:
@@ -112,21 +106,9 @@ def _resume_in_flight(examination: Examination, options: Mapping[str, Any], slow
             continue
         raise examination.error(
             f"with in_flight={held} after {number} batches, a state that resumes at batch {number - held}",
-            f"{state}: {recording.failure or f'resumes with samples {recording.passes[0].ids[:1]}'}",
-            epoch=epoch,
-            batch=number,
-            cause="the positions that were handed over are not kept, or not long enough",
-            cure="keep the last few of them",
-        )
-
-
-def _resume_with_workers(examination: Examination) -> None:
-    """Check the order of the resumed samples, with workers that prefetch before and after the cut."""
-    for each in examination.resumes_with_workers():
-        examination.sound(each.recording, f"a resume {each.where}", epoch=each.epoch, batch=each.cut)
-        rest, what = each.head.passes[each.epoch].batches[each.cut :], "the samples that were not yet handed over"
-        got = each.recording.passes[0].batches
-        examination.same(rest, got, f"{each.where}, {what}", epoch=each.epoch, first=each.cut, by_ids=True)
+            f"{state}: {recording.failure or f'resumes with samples {recording.passes[0].ids[:1]}'}", epoch, number,
+            "the positions that were handed over are not kept, or not long enough", "keep the last few of them",
+        )  # fmt: skip
 
 
 @law(
@@ -136,9 +118,7 @@ def _resume_with_workers(examination: Examination) -> None:
 )
 def cost(examination: Examination) -> Outcome:
     """A resume reads no sample that it skips, except the witness's."""
-    declared, reason = examination.capability("constant_time_resume")
-    if declared is False:
-        return Outcome("not promised", f"constant_time_resume is declared no: {reason}")
+    examination.need_promise("constant_time_resume")
     if not examination.takes("read_log"):
         return Outcome("not applicable", "the factory takes no read_log")
     head = examination.observed()
@@ -153,24 +133,18 @@ def cost(examination: Examination) -> Outcome:
         recordings = examination.resume(trials)
         reads = [len(log.read_text().splitlines()) if log.exists() else 0 for log in logs]
     if not reads[0]:
-        raise ValueError(
-            "make_loader takes read_log, but its dataset wrote nothing to it; append one line for each "
-            "sample that is read, leave the parameter out, or leave read_log out of options="
-        )
+        told = "make_loader takes read_log, but its dataset wrote nothing to it; append one line for each sample"
+        raise ValueError(f"{told} that is read, leave the parameter out, or leave read_log out of options=")
     # Do not count what a fresh loader, too, reads beyond its batches, such as a first look at the dataset.
     needed = [sum(map(len, recording.passes[0].ids)) if recording.passes else 0 for recording in recordings]
     # That includes another look at the epoch's first sample. A resume looks twice, since its first batch does not begin
     # with that sample; at a boundary, it looks at the last epoch's, too. A jump may read the sample before its place.
     surplus = max(1, 2 * (reads[0] - needed[0]))
     for (epoch, cut), recording, read, need in zip(places, recordings[1:], reads[1:], needed[1:], strict=True):
-        examination.sound(recording, "a resume", epoch=epoch, batch=cut)
+        examination.sound(recording, "a resume", epoch, cut)
         if read > need + surplus:
-            raise examination.error(
-                f"a resume after {cut} batches reads the {need} samples that are left",
-                f"it reads {read}",
-                epoch=epoch,
-                batch=cut,
-            )
+            wanted = f"a resume after {cut} batches reads the {need} samples that are left"
+            raise examination.error(wanted, f"it reads {read}", epoch, cut)
     return HOLDS
 
 
@@ -186,13 +160,10 @@ def guest(examination: Examination) -> Outcome:
     try:
         examination.investigate(_watch_generators, examination.options(), state)
     except LawError:
-        declared, reason = examination.capability("exact_augmentations")
-        if declared is False:
-            return Outcome("not promised", f"exact_augmentations is declared no: {reason}")
+        examination.need_promise("exact_augmentations")
         raise
     passes = examination.investigate(_draw_between, examination.options(), len(whole.passes))
-    for epoch, (expected, got) in enumerate(zip(whole.passes, passes, strict=True)):
-        examination.same(expected.batches, got, "although the caller draws random numbers, the same batch", epoch=epoch)
+    examination.same_passes(whole.passes, passes, "although the caller draws random numbers, the same batch")
     return HOLDS
 
 
@@ -205,9 +176,7 @@ def _generators() -> dict[str, bytes]:
     }
 
 
-def _watch_generators(
-    settings: Settings, options: Mapping[str, Any], state: dict[str, Any], passes: int = 2
-) -> None:
+def _watch_generators(settings: Settings, options: Mapping[str, Any], state: dict[str, Any], passes: int = 2) -> None:
     """Passes, and a load after them. A loader that takes no state then has a load alone."""
     with open_loader(settings, options) as loader:
         before = _generators()
@@ -240,19 +209,18 @@ def _watch_generators(
             check("next() after a load", 0, number)
 
 
-def _draw_between(settings: Settings, options: Mapping[str, Any], passes: int) -> list[list[Seen]]:
-    seen: list[list[Seen]] = []
+def _draw_between(settings: Settings, options: Mapping[str, Any], passes: int) -> list[Pass]:
+    done = [Pass() for _ in range(passes)]
     with open_loader(settings, options) as loader:
         random.seed(1)
         np.random.seed(1)
-        for _ in range(passes):
+        for each in done:
             _draw()
-            seen.append([])
             for batch in loader:
-                seen[-1].append(see(settings, batch))
+                each.batches.append(see(settings, batch))
                 _draw()
                 loader.state_dict()
-    return seen
+    return done
 
 
 def _draw() -> None:

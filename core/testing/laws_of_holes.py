@@ -6,11 +6,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import MidepochError
 from .examine import Examination
 from .law import law
-from .live import need
-from .record import Pass, Settings, open_loader, see, violation
+from .live import need, refuses
+from .record import Pass, Settings, open_loader, see, see_rest
 from .report import HOLDS, Outcome
 from .worlds import check_content
 
@@ -27,9 +26,9 @@ def holes(examination: Examination) -> Outcome:
     need(examination, "skip")
     declared, reason = examination.capability("skips")
     if declared is False:
-        examination.investigate(_refuses, examination.options())
+        examination.investigate(refuses, examination.options(), "skip", 0, 1)
         return Outcome("refused clearly", reason)
-    examination.need_exact()
+    examination.need_promise()
     examination.need_names()
     whole = examination.observed().passes[0].batches
     if len(whole) < 3:
@@ -64,7 +63,7 @@ def _compare(
     if examination.settings.drop_last and abs(len(expected) - len(got)) < most:  # other last batches are left out
         both = min(len(expected), len(got))
     if got[:both] != expected[:both]:
-        raise examination.error(f"{what}: samples {expected[:12]}", f"{got[:12]}", epoch=0, batch=cut)
+        raise examination.error(f"{what}: samples {expected[:12]}", f"{got[:12]}", 0, cut)
     check_content(examination, [part], 0, what)
 
 
@@ -72,16 +71,6 @@ def _unit_of(settings: Settings, options: Mapping[str, Any]) -> tuple[str, bool]
     """What positions count, and whether there are tickets."""
     with open_loader(settings, options) as loader:
         return getattr(loader, "unit", "sample"), hasattr(type(loader), "ticket")
-
-
-def _refuses(settings: Settings, options: Mapping[str, Any]) -> None:
-    with open_loader(settings, options) as loader:
-        next(iter(loader), None)
-        try:
-            loader.skip(0, 1)
-        except MidepochError:
-            return
-        raise violation("a MidepochError, as capabilities declare", "skip was accepted", 0, 1)
 
 
 def _skip(settings: Settings, options: Mapping[str, Any], cut: int, ranges: Sequence[tuple[int, int]]) -> list[Pass]:
@@ -94,7 +83,7 @@ def _skip(settings: Settings, options: Mapping[str, Any], cut: int, ranges: Sequ
             loader.skip(start, stop)
         state = loader.state_dict()
         on = Pass([see(settings, batch) for batch in batches])
-    return [on, _after(settings, options, state)]
+    return [on, see_rest(settings, options, state)]
 
 
 def _finish(settings: Settings, options: Mapping[str, Any], taken: int) -> Pass:
@@ -104,10 +93,4 @@ def _finish(settings: Settings, options: Mapping[str, Any], taken: int) -> Pass:
         for ticket in reversed(tickets[::2]):
             loader.finish(ticket)
         state = loader.state_dict()
-    return _after(settings, options, state)
-
-
-def _after(settings: Settings, options: Mapping[str, Any], state: dict[str, Any]) -> Pass:
-    with open_loader(settings, options, later=True) as loader:
-        loader.load_state_dict(state)
-        return Pass([see(settings, batch) for batch in loader])
+    return see_rest(settings, options, state)

@@ -14,7 +14,7 @@ from . import items
 from .examine import Examination, Resume
 from .law import law
 from .naming import UNNAMED
-from .record import Pass, Seen, Settings, Trial, open_loader, see, state_of, violation
+from .record import Pass, Seen, Settings, Trial, open_loader, see, see_rest, state_of, violation
 from .report import HOLDS, LawError, Outcome, combined
 from .worlds import count
 
@@ -28,14 +28,12 @@ __all__ = ["any_item", "boundary", "determinism", "next_epoch", "tail"]
 )
 def determinism(examination: Examination) -> Outcome:
     """Two fresh loaders agree, also in another process; if shuffled, two epochs differ; random columns vary."""
-    examination.need_exact()
+    examination.need_promise()
     whole = examination.whole()
     clone = examination.trial(examination.options(), passes=len(whole.passes))
-    for process in (0, 1):
+    for process, where in enumerate(("in the same process", "in another process")):
         other = examination.sound(examination.record([clone], process)[0], "a second fresh loader")
-        for epoch, (expected, got) in enumerate(zip(whole.passes, other.passes, strict=True)):
-            where = "in the same process" if process == 0 else "in another process"
-            examination.same(expected.batches, got.batches, f"the same batch from a fresh loader {where}", epoch=epoch)
+        examination.same_passes(whole.passes, other.passes, f"the same batch from a fresh loader {where}")
     _check_draws(examination, whole.passes)
     unsaid = [name for name in ("shuffled", "draws") if getattr(examination.settings, name) is None]
     told = [f"not examined because not given: {', '.join(unsaid)}"] if unsaid else []
@@ -52,12 +50,10 @@ def _compare_epochs(examination: Examination, passes: Sequence[Pass]) -> None:
     if shuffled is None or shuffled == (first != second):
         return
     raise examination.error(
-        f"{'another' if shuffled else 'the same'} order in each epoch: samples {first[:8]}",
-        f"samples {second[:8]}",
-        epoch=1,
+        f"{'another' if shuffled else 'the same'} order in each epoch: samples {first[:8]}", f"samples {second[:8]}", 1,
         cause="the epoch is not part of the order's key" if shuffled else "shuffled=False was stated, and it shuffles",
         cure="let the order be a function of the seed and the epoch, or state shuffled= as it is",
-    )
+    )  # fmt: skip
 
 
 def _check_draws(examination: Examination, passes: Sequence[Pass]) -> None:
@@ -66,14 +62,12 @@ def _check_draws(examination: Examination, passes: Sequence[Pass]) -> None:
         for number, seen in enumerate(part.batches):
             for value in seen.draws or ():
                 if value in found:
+                    again = f"{value!r} again, first drawn in epoch {found[value][0]}, batch {found[value][1]}"
                     raise examination.error(
-                        "random numbers that no other sample and no other epoch has drawn",
-                        f"{value!r} again, first drawn in epoch {found[value][0]}, batch {found[value][1]}",
-                        epoch=epoch,
-                        batch=number,
-                        cause="the random stream is keyed by the worker, the rank or the epoch alone",
-                        cure="key it by (seed, epoch, position)",
-                    )
+                        "random numbers that no other sample and no other epoch has drawn", again, epoch, number,
+                        "the random stream is keyed by the worker, the rank or the epoch alone",
+                        "key it by (seed, epoch, position)",
+                    )  # fmt: skip
                 found[value] = (epoch, number)
 
 
@@ -84,7 +78,7 @@ def _check_draws(examination: Examination, passes: Sequence[Pass]) -> None:
 )
 def tail(examination: Examination) -> Outcome:
     """Head and resumed tail together are the whole epoch, bit for bit, at every cut, on each rank, with workers."""
-    examination.need_exact()
+    examination.need_promise()
     compared = False
     for each in examination.resumes():
         if each.inside:
@@ -97,12 +91,9 @@ def tail(examination: Examination) -> Outcome:
 
 def _same_rest(examination: Examination, resume: Resume, by_ids: bool = False) -> None:
     """Compare the first pass of a resume with the rest of the epoch that was cut."""
-    epoch, cut = resume.epoch, resume.cut
-    examination.sound(resume.recording, f"a resume after {cut} batches", epoch=epoch, batch=cut)
     where = f"{resume.where}, " if resume.where else ""
-    what = f"after a cut at batch {cut}, {where}the batch of the uninterrupted run"
-    rest = resume.head.passes[epoch].batches[cut:]
-    examination.same(rest, resume.recording.passes[0].batches, what, epoch=epoch, first=cut, by_ids=by_ids)
+    what = f"after a cut at batch {resume.cut}, {where}the batch of the uninterrupted run"
+    examination.same_rest(resume, f"a resume after {resume.cut} batches", what, by_ids)
 
 
 def _with_workers(examination: Examination, compare: Callable[[Examination, Resume, bool], None]) -> Outcome:
@@ -131,7 +122,7 @@ def _with_workers(examination: Examination, compare: Callable[[Examination, Resu
 )
 def next_epoch(examination: Examination) -> Outcome:
     """After a resumed epoch, the next epoch is the one that would have followed, on every rank and with workers."""
-    examination.need_exact()
+    examination.need_promise()
     for each in examination.resumes():
         if each.inside:  # the boundary law checks where a pass from another state begins
             _same_next(examination, each)
@@ -142,10 +133,10 @@ def _same_next(examination: Examination, resume: Resume, by_ids: bool = False) -
     """Compare the second pass of a resume, if it has one, with the epoch that followed in the uninterrupted run."""
     epoch, cut = resume.epoch, resume.cut
     after = f"{cut} batches{f' {resume.where}' if resume.where else ''}"
-    examination.sound(resume.recording, f"a resume after {after}", epoch=epoch, batch=cut)
+    examination.sound(resume.recording, f"a resume after {after}", epoch, cut)
     what = f"resumed in epoch {epoch} after {after}, in the next epoch"
     for got in resume.recording.passes[1:]:
-        examination.same(resume.head.passes[epoch + 1].batches, got.batches, what, epoch=epoch + 1, by_ids=by_ids)
+        examination.same(resume.head.passes[epoch + 1].batches, got.batches, what, epoch + 1, by_ids=by_ids)
 
 
 @law(
@@ -155,39 +146,34 @@ def _same_next(examination: Examination, resume: Resume, by_ids: bool = False) -
 )
 def boundary(examination: Examination) -> Outcome:
     """The state after the last batch starts the next epoch, or ends a body; that before the first equals fresh."""
-    examination.need_exact()
+    examination.need_promise()
     head = examination.observed()
     keys = sorted(head.passes[0].states[0])
     for epoch, part in enumerate(head.passes):
         for number, state in enumerate(part.states):
             if sorted(state) != keys:
-                raise examination.error(
-                    f"the keys of the first state: {keys}", f"{sorted(state)}", epoch=epoch, batch=number
-                )
+                raise examination.error(f"the keys of the first state: {keys}", f"{sorted(state)}", epoch, number)
     for each in examination.resumes():
         if each.inside:
             continue
         ended = each.cut > 0
         where = f" {each.where}" if each.where else ""
-        examination.sound(each.recording, f"a resume{where}", epoch=each.epoch, batch=each.cut)
+        passes = examination.sound(each.recording, f"a resume{where}", each.epoch, each.cut).passes
         when = "after the last batch" if ended else "before the first batch"
         what = f"from the state {when} of epoch {each.epoch}{where and f',{where}'}"
         expected = each.head.passes[each.epoch + ended].batches
-        passes = each.recording.passes
         apart = ended and bool(each.where) and examination.ranks_end_apart and not passes[0].batches
-        examination.same(expected, passes[apart].batches, what, epoch=each.epoch + ended)
+        examination.same(expected, passes[apart].batches, what, each.epoch + ended)
     examination.investigate(_start_quietly, examination.options())
     behind = examination.investigate(_behind_the_last_batch, examination.options())
     if behind is not None:
-        recording = examination.sound(
-            examination.resume([examination.trial(examination.options(), state=behind)])[0], "a resume", epoch=0
-        )
+        resumed: Pass = examination.investigate(see_rest, examination.options(), behind, process=1)
         what = "from the state after the last batch, in the body of epochs()"
-        examination.same(head.passes[1].batches, recording.passes[0].batches, what, epoch=1)
+        examination.same(head.passes[1].batches, resumed.batches, what, 1)
         left, following = examination.investigate(_resume_in_the_body, examination.options(), behind)
         if left:
-            raise examination.error("an empty pass in the body of the epoch that is over", f"{left} batches", epoch=0)
-        examination.same(head.passes[1].batches, following, f"{what}, once that body has ended", epoch=1)
+            raise examination.error("an empty pass in the body of the epoch that is over", f"{left} batches", 0)
+        examination.same(head.passes[1].batches, following, f"{what}, once that body has ended", 1)
     return HOLDS
 
 
@@ -249,22 +235,12 @@ def any_item(examination: Examination) -> Outcome:
         got = count(part.ids)
         if got != expected:
             lost = ", ".join(repr(item) for item in _ANY_ITEMS if _whole_item(item)[0] in expected - got)
-            raise examination.error(
-                f"{len(_ANY_ITEMS)} items, each once",
-                f"{len(part.batches)} items" + (f"; lost: {lost}" if lost else ""),
-                epoch=epoch,
-                batch=len(part.batches),
-            )
+            told, number = f"; lost: {lost}" if lost else "", len(part.batches)
+            raise examination.error(f"{len(_ANY_ITEMS)} items, each once", f"{number} items{told}", epoch, number)
     trials = [Trial(settings, options, state=state, limit=2 * len(_ANY_ITEMS)) for state in head.passes[0].states[:-1]]
     for cut, recording in enumerate(examination.resume(trials)):
-        examination.sound(recording, f"a resume after {cut} odd items", epoch=0, batch=cut)
-        examination.same(
-            head.passes[0].batches[cut:],
-            recording.passes[0].batches,
-            f"after a cut at item {cut}, the item",
-            epoch=0,
-            first=cut,
-        )
+        resume = Resume(head, recording, 0, cut, True)
+        examination.same_rest(resume, f"a resume after {cut} odd items", f"after a cut at item {cut}, the item")
     return HOLDS
 
 

@@ -15,7 +15,7 @@ import torch
 from . import items
 from .examine import Examination
 from .law import law
-from .record import Recording, Seen, Settings, length_of, open_loader, see, violation
+from .record import Pass, Recording, Seen, Settings, length_of, open_loader, see, see_rest, violation
 from .report import HOLDS, Outcome, combined
 
 __all__ = ["chain", "isolation", "observer", "round_trip", "transport"]
@@ -30,9 +30,8 @@ def round_trip(examination: Examination) -> Outcome:
     """A loaded state is returned, equal, before anything else happens; a loader in use can load one too."""
     head = examination.observed()
     for (epoch, cut), recording in examination.resumed().items():
-        examination.sound(recording, "a state to load", epoch=epoch, batch=cut)
-        expected = head.passes[epoch].states[cut]
-        examination.same_state(expected, recording.loaded, "the loaded state", epoch=epoch, batch=cut)
+        examination.sound(recording, "a state to load", epoch, cut)
+        examination.same_state(head.passes[epoch].states[cut], recording.loaded, "the loaded state", epoch, cut)
     if examination.capability("exact_order")[0] is False:
         return HOLDS
     in_use = _load_while_running(examination, head)
@@ -41,7 +40,7 @@ def round_trip(examination: Examination) -> Outcome:
 
 def _load_while_running(examination: Examination, head: Recording) -> Outcome:
     """Load states, one after another, into a loader that is being iterated; if it refuses, between two passes."""
-    lost = ("the earlier load or the running pass is not dropped", "let load_state_dict() set everything")
+    blame = ("the earlier load or the running pass is not dropped", "let load_state_dict() set everything")
     places = sorted(examination.followed(examination.places(head)), reverse=True)
     states = [head.passes[epoch].states[cut] for epoch, cut in places]
     longest = max(len(part.batches) for part in head.passes) + 1
@@ -50,11 +49,10 @@ def _load_while_running(examination: Examination, head: Recording) -> Outcome:
         arguments = (examination.options(), states, longest, running)
         legs, refused = examination.investigate(_load_in_use, *arguments, process=1)
         for (epoch, cut), state, (loaded, batches) in zip(places, states, legs, strict=False):
-            what = "the state that was loaded into a loader in use"
-            examination.same_state(state, loaded, what, epoch=epoch, batch=cut, cause=lost[0], cure=lost[1])
-            fresh = examination.sound(examination.resumed()[epoch, cut], "a resume", epoch=epoch, batch=cut)
+            examination.same_state(state, loaded, "the state that was loaded into a loader in use", epoch, cut, *blame)
+            fresh = examination.sound(examination.resumed()[epoch, cut], "a resume", epoch, cut)
             what = f"after a state of {cut} batches was loaded into a loader in use, the batch of one that was not"
-            examination.same(fresh.passes[0].batches, batches, what, epoch=epoch, first=cut, blame=lost)
+            examination.same(fresh.passes[0].batches, batches, what, epoch, cut, *blame)
         if not refused:
             break
         outcome = Outcome("refused clearly", refused)
@@ -92,19 +90,18 @@ def _load_in_use(
 )
 def observer(examination: Examination) -> Outcome:
     """Asking for states, lengths or the next batch changes nothing."""
-    examination.need_exact()
+    examination.need_promise()
     whole = examination.whole()
     counts = [len(part.batches) for part in whole.passes]
-    passes: list[list[Seen]] = examination.investigate(_ask_everything, examination.options(), counts)
-    for epoch, (expected, got) in enumerate(zip(whole.passes, passes, strict=True)):
-        examination.same(expected.batches, got, "with states asked for, the batch of the run without", epoch=epoch)
+    passes = examination.investigate(_ask_everything, examination.options(), counts)
+    examination.same_passes(whole.passes, passes, "with states asked for, the batch of the run without")
     peeked: list[_Peeked] | None = examination.investigate(_peek_always, examination.options(), counts)
     if peeked is None:
         return Outcome("holds", "the loader has no peek()")
     for epoch, (expected, each) in enumerate(zip(whole.passes, peeked, strict=True)):
-        rest, what = expected.batches[each.first :], "peek() shows the batch to come"
-        examination.same(rest, each.shown, what, epoch=epoch, first=each.first)
-        examination.same(expected.batches, each.taken, "after peek(), the batch of the run without", epoch=epoch)
+        rest = expected.batches[each.first :]
+        examination.same(rest, each.shown, "peek() shows the batch to come", epoch, each.first)
+        examination.same(expected.batches, each.taken, "after peek(), the batch of the run without", epoch)
     return HOLDS
 
 
@@ -118,19 +115,16 @@ def _ask(loader: Any) -> None:
     length_of(loader)
 
 
-def _ask_everything(settings: Settings, options: Mapping[str, Any], counts: Sequence[int]) -> list[list[Seen]]:
-    passes: list[list[Seen]] = []
+def _ask_everything(settings: Settings, options: Mapping[str, Any], counts: Sequence[int]) -> list[Pass]:
+    passes = [Pass() for _ in counts]
     with open_loader(settings, options) as loader:
-        for count in counts:
-            passes.append([])
+        for each, count in zip(passes, counts, strict=True):
             _ask(loader)
             iterator = iter(loader)
             _ask(loader)
-            for batch in iterator:
-                passes[-1].append(see(settings, batch))
+            for batch in itertools.islice(iterator, count + 1):
+                each.batches.append(see(settings, batch))
                 _ask(loader)
-                if len(passes[-1]) > count:
-                    break
     return passes
 
 
@@ -152,10 +146,8 @@ def _peek_always(settings: Settings, options: Mapping[str, Any], counts: Sequenc
         for count in counts:
             skips = unknown and bool(passes)
             shown, taken = [] if skips else [see(settings, loader.peek())], []
-            for batch in loader:
+            for batch in itertools.islice(loader, count + 1):
                 taken.append(see(settings, batch))
-                if len(taken) > count:
-                    break
                 if len(taken) < count:  # after an epoch's last batch, the pass must end by itself
                     shown.append(see(settings, loader.peek()))
             passes.append(_Peeked(shown, taken, int(skips)))
@@ -196,7 +188,7 @@ def _share_states(
             kept.append(loader.state_dict())
             notes.append(items.digest(kept[-1]))
         if not untouched or items.digest(given) != items.digest(state):
-            raise violation("load_state_dict leaves its argument unchanged", f"{given}", epoch, cut)
+            raise violation("load_state_dict leaves its argument unchanged", str(given), epoch, cut)
         for number, (later, before) in enumerate(zip(kept, notes, strict=True)):
             if items.digest(later) != before:
                 raise violation("a state that never changes later", f"it became {later}", epoch, cut + number)
@@ -207,12 +199,11 @@ def _share_states(
         returned = loader.state_dict()
         before = items.digest(returned)
         _spoil(returned)
+        wanted = "a state that belongs to the caller, who may clear it"
         if items.digest(loader.state_dict()) != before:
-            did = "clearing it changed the loader's next state"
-            raise violation("a state that belongs to the caller", did, epoch, cut)
+            raise violation(wanted, "clearing it changed the loader's next state", epoch, cut)
         if [note(batch) for batch in loader] != delivered:
-            did = "clearing it changed what the loader delivers"
-            raise violation("a loaded state that may be cleared afterwards", did, epoch, cut)
+            raise violation(wanted, "clearing it changed what the loader delivers", epoch, cut)
 
 
 def _spoil(value: Any) -> None:
@@ -229,47 +220,42 @@ def _spoil(value: Any) -> None:
 )
 def transport(examination: Examination) -> Outcome:
     """A state passes through JSON (and torch.load with weights_only) into another process unchanged."""
-    examination.need_exact()
+    examination.need_promise()
     head = examination.observed()
     resumed = examination.resumed()
     places = [(0, 0), *examination.places(head)]
     states = [_through_json(examination, head.passes[epoch].states[cut], epoch, cut) for epoch, cut in places]
     longest = max(len(part.batches) for part in head.passes) + 1
     trials = [examination.trial(examination.options(), state=state, passes=2, limit=longest) for state in states]
-    what = "the batch of a resume without JSON"
     for (epoch, cut), recording in zip(places, examination.resume(trials), strict=True):
-        examination.sound(recording, "a resume from a state that went through JSON", epoch=epoch, batch=cut)
-        direct = examination.sound(resumed[epoch, cut], "a resume", epoch=epoch, batch=cut)
+        examination.sound(recording, "a resume from a state that went through JSON", epoch, cut)
+        direct = examination.sound(resumed[epoch, cut], "a resume", epoch, cut)
         for expected, got in zip(direct.passes, recording.passes, strict=True):
-            examination.same(expected.batches, got.batches, what, epoch=epoch, first=cut)
+            examination.same(expected.batches, got.batches, "the batch of a resume without JSON", epoch, cut)
     return HOLDS
 
 
 def _through_json(examination: Examination, state: dict[str, Any], epoch: int, cut: int) -> dict[str, Any]:
     wrong = _foreign_types(state, "state")
     if wrong:
-        raise examination.error("built-in types only", wrong, epoch=epoch, batch=cut)
+        raise examination.error("built-in types only", wrong, epoch, cut)
     try:
         text = json.dumps(state, allow_nan=False)
     except ValueError as error:
-        raise examination.error("a state that JSON can carry", str(error), epoch=epoch, batch=cut) from error
+        raise examination.error("a state that JSON can carry", str(error), epoch, cut) from error
     through: dict[str, Any] = json.loads(text)
-    examination.same_state(state, through, "the same state after JSON", epoch=epoch, batch=cut)
-    limit = examination.settings.state_bytes
-    if len(text.encode()) > limit:
+    examination.same_state(state, through, "the same state after JSON", epoch, cut)
+    limit, size = examination.settings.state_bytes, len(text.encode())
+    if size > limit:
         raise examination.error(
-            f"at most {limit} bytes of JSON",
-            f"{len(text.encode())} bytes",
-            epoch=epoch,
-            batch=cut,
-            cause="the state grows with the dataset or the progress",
-            cure="save the loop's position, not how it got there",
-        )
+            f"at most {limit} bytes of JSON", f"{size} bytes", epoch, cut,
+            "the state grows with the dataset or the progress", "save the loop's position, not how it got there",
+        )  # fmt: skip
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    if items.digest(torch.load(file, weights_only=True)) != items.digest(state):
-        raise examination.error("the same state after torch.load(weights_only=True)", "another", epoch=epoch, batch=cut)
+    loaded = torch.load(file, weights_only=True)
+    examination.same_state(state, loaded, "the same state after torch.load(weights_only=True)", epoch, cut)
     return through
 
 
@@ -296,29 +282,25 @@ def _foreign_types(value: Any, path: str) -> str:
 )
 def chain(examination: Examination) -> Outcome:
     """A run that is interrupted twice, or three times, in one epoch continues like one that is interrupted once."""
-    examination.need_exact()
+    examination.need_promise()
     head = examination.observed()
     places = examination.places(head)
     at = [head.passes[epoch].states[cut] for epoch, cut in places]
     seconds = examination.resume([examination.trial(examination.options(), state=each, states=True) for each in at])
     compared = False
     for (epoch, cut), second in zip(places, seconds, strict=True):
-        examination.sound(second, f"a resume after {cut} batches that asks for states", epoch=epoch, batch=cut)
-        batches, states = second.passes[0].batches, second.passes[0].states[1:-1]
-        thirds = examination.record(
-            [examination.trial(examination.options(), state=state, states=True) for state in states]
-        )
+        done = examination.sound(second, f"a resume after {cut} batches that asks for states", epoch, cut).passes[0]
+        trials = [examination.trial(examination.options(), state=each, states=True) for each in done.states[1:-1]]
+        thirds = examination.record(trials)
         for more, third in enumerate(thirds, start=1):
             what = f"cut after {cut} and again after {cut + more} batches, the batch of the run cut once"
-            examination.sound(third, "a resume of a resume", epoch=epoch, batch=cut + more)
-            examination.same(batches[more:], third.passes[0].batches, what, epoch=epoch, first=cut + more)
+            examination.sound(third, "a resume of a resume", epoch, cut + more)
+            examination.same(done.batches[more:], third.passes[0].batches, what, epoch, cut + more)
             compared = True
         if thirds and len(thirds[0].passes[0].states) > 2:
-            again = examination.trial(examination.options(), state=thirds[0].passes[0].states[1])
-            fourth = examination.record([again])[0]
+            fourth: Pass = examination.investigate(see_rest, examination.options(), thirds[0].passes[0].states[1])
             what = f"cut after {cut}, {cut + 1} and {cut + 2} batches, the batch of the run cut once"
-            examination.sound(fourth, "a third resume", epoch=epoch, batch=cut + 2)
-            examination.same(batches[2:], fourth.passes[0].batches, what, epoch=epoch, first=cut + 2)
+            examination.same(done.batches[2:], fourth.batches, what, epoch, cut + 2)
     if not compared:
         return Outcome("not applicable", "an epoch has fewer than three batches, so it cannot be cut twice")
     return HOLDS

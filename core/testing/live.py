@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,11 +15,11 @@ from ..world import World
 from . import items
 from .examine import Examination
 from .law import law
-from .record import MOST_BATCHES, Pass, Recording, Settings, capture_failure, open_loader, see, violation
-from .report import HOLDS, InapplicableError, LawError, Outcome
+from .record import MOST_BATCHES, Failure, Pass, Seen, Settings, open_loader, see, violation
+from .report import HOLDS, InapplicableError, Outcome
 from .worlds import check_content, check_cover, count, largest_batch, no_world
 
-__all__ = ["need", "reshard", "rollback"]
+__all__ = ["need", "refuses", "reshard", "rollback"]
 
 
 _UNSUPPORTED = "midepoch.errors.UnsupportedSourceError"
@@ -44,13 +43,13 @@ def reshard(examination: Examination) -> Outcome:
     ):
         declared, reason = examination.capability(name)
         if declared is False:
-            examination.investigate(_refused, options, world_size)
+            examination.investigate(refuses, options, "reshard", World(0, world_size))
             return Outcome("refused clearly", reason)
-    examination.need_exact()
+    examination.need_promise()
     examination.need_names()
     compared = False
     quick = examination.settings.quick
-    for workers in _workers(examination):
+    for workers in examination.with_workers()[: 1 if quick else 2]:
         for sequence in _sequences(worlds, quick):
             if not (compared and quick):
                 compared = _judge_sequence(examination, sequence, workers) or compared
@@ -67,24 +66,19 @@ def need(examination: Examination, *methods: str) -> None:
 
 def _judge_sequence(examination: Examination, sequence: Sequence[int], workers: Mapping[str, int]) -> bool:
     """Whether the epoch was long enough to compare anything."""
-    job: Recording = examination.investigate(_change_worlds, examination.options(**workers), tuple(sequence))
+    options = examination.options(**workers)
+    passes = examination.investigate(_change_worlds, options, tuple(sequence), refusal=_UNSUPPORTED)
     what = " -> ".join(map(str, sequence)) + " ranks" + (f" with {workers}" if workers else "")
-    if job.failure is not None and _UNSUPPORTED in job.failure.kinds:
+    if isinstance(passes, Failure):
         # The source is built for its rank, so its world cannot change in mid-epoch: it says so, and what to build.
-        raise InapplicableError(job.failure.message, "refused clearly")
-    examination.sound(job, f"training that goes on with {what}", epoch=0)
+        raise InapplicableError(passes.message, "refused clearly")
     alone = examination.observed()
-    batch = max([largest_batch([alone]), *(len(ids) for part in job.passes for ids in part.ids)])
-    for epoch, part in enumerate(job.passes):
+    batch = max([largest_batch([alone]), *(len(ids) for part in passes for ids in part.ids)])
+    for epoch, part in enumerate(passes):
         got, expected = count(part.ids), count(alone.passes[epoch].ids)
         check_cover(examination, expected, got, max(sequence), batch, epoch, None, f"an epoch that goes on with {what}")
         check_content(examination, [part], epoch, f"with {what}")
-    return len(job.passes) > 1
-
-
-def _workers(examination: Examination) -> list[dict[str, int]]:
-    workers = examination.most_workers
-    return [{}, {"num_workers": workers}] if workers and not examination.settings.quick else [{}]
+    return bool(passes)
 
 
 def _sequences(worlds: Sequence[int], quick: bool) -> list[tuple[int, ...]]:
@@ -100,21 +94,21 @@ def _has(settings: Settings, options: Mapping[str, Any], names: Sequence[str]) -
         return all(callable(getattr(loader, name, None)) for name in names)
 
 
-def _refused(settings: Settings, options: Mapping[str, Any], world_size: int) -> None:
-    """A loader that cannot share the rest of an epoch must refuse another world, and go on."""
+def refuses(settings: Settings, options: Mapping[str, Any], method: str, *arguments: Any) -> None:
+    """A loader that declares a method no must refuse it within a pass, and go on."""
     with open_loader(settings, options) as loader:
-        whole = [see(settings, batch).digest for batch in loader]
+        whole = sum(1 for _ in loader)
     with open_loader(settings, options) as loader:
         batches = iter(loader)
-        got = [see(settings, batch).digest for batch in itertools.islice(batches, 1)]
+        next(batches, None)
         try:
-            loader.reshard(World(0, world_size))
+            getattr(loader, method)(*arguments)
         except MidepochError:
-            got += [see(settings, batch).digest for batch in batches]
+            got = 1 + sum(1 for _ in batches)
         else:
-            raise violation("a MidepochError, as capabilities declare", "reshard was accepted", 0, 1)
+            raise violation("a MidepochError, as capabilities declare", f"{method} was accepted", 0, 1)
     if got != whole:
-        raise violation("an epoch that goes on after a reshard that was refused", "another epoch", 0, 1)
+        raise violation(f"after a {method} that was refused: {whole} batches", f"{got} batches", 0, 1)
 
 
 # --- a job whose world changes ---
@@ -164,24 +158,20 @@ class _Job:
         self.passes = [iter(loader) for loader in self.loaders]
 
 
-def _change_worlds(settings: Settings, options: Mapping[str, Any], sequence: tuple[int, ...]) -> Recording:
+def _change_worlds(settings: Settings, options: Mapping[str, Any], sequence: tuple[int, ...]) -> list[Pass]:
     """One step in each world but the last, then the rest of the epoch and the next one. Empty if an epoch is short."""
-    done = Recording([Pass()])
-    try:
-        with contextlib.ExitStack() as open_loaders:
-            job = _Job(settings, options, open_loaders)
-            for rank in range(sequence[0]):
-                job.join(rank, sequence[0], None)
-            for world_size in sequence[1:]:
-                if not job.step(done.passes[0]) or job.loaders[0].state_dict()["epoch"] > 0:
-                    return Recording()
-                job.change(world_size)
-            job.finish(done.passes[0])
-            done.passes.append(Pass())
-            job.finish(done.passes[1])
-    except Exception as error:  # noqa: BLE001 - the law judges it
-        done.failure = capture_failure(error, "changing the world")
-    return done
+    first, second = Pass(), Pass()
+    with contextlib.ExitStack() as open_loaders:
+        job = _Job(settings, options, open_loaders)
+        for rank in range(sequence[0]):
+            job.join(rank, sequence[0], None)
+        for world_size in sequence[1:]:
+            if not job.step(first) or job.loaders[0].state_dict()["epoch"] > 0:
+                return []
+            job.change(world_size)
+        job.finish(first)
+        job.finish(second)
+    return [first, second]
 
 
 # --- commit and rollback ---
@@ -195,7 +185,7 @@ def _change_worlds(settings: Settings, options: Mapping[str, Any], sequence: tup
 def rollback(examination: Examination) -> Outcome:
     """What was handed out since the last commit is given again, once, and a state says what is committed."""
     need(examination, "commit", "rollback")
-    examination.need_exact()
+    examination.need_promise()
     head = examination.observed()
     batches = [seen for part in head.passes[:2] for seen in part.batches]
     if len(head.passes[0].batches) < 2:
@@ -203,7 +193,7 @@ def rollback(examination: Examination) -> Outcome:
     # After the first batch, in the middle, and with the epoch's end between commit and rollback.
     ends = len(head.passes[0].batches)
     commits = sorted({1, ends - 1}) if examination.settings.quick else list(range(1, ends))
-    for workers in _workers(examination):
+    for workers in examination.with_workers()[: 1 if examination.settings.quick else 2]:
         expected, by_ids = batches, False
         if workers:
             by_ids = examination.capability("exact_augmentations", **workers)[0] is False
@@ -211,16 +201,15 @@ def rollback(examination: Examination) -> Outcome:
             expected = [seen for part in with_workers.passes[:2] for seen in part.batches]
         for commit in commits:
             options = examination.options(**workers)
-            done: Recording = examination.investigate(_commit_and_roll_back, options, commit, 2)
-            if done.failure is not None and _STATE_ERROR in done.failure.kinds:
+            done = examination.investigate(_commit_and_roll_back, options, commit, 2, refusal=_STATE_ERROR)
+            if isinstance(done, Failure):
                 # One that refuses a load once it was read, as the law 'round trip' allows, cannot go back either.
-                beginning = head.passes[0].states[0]
-                if not examination.investigate(_goes_back, options, beginning):
-                    return Outcome("refused clearly", done.failure.message)
-            examination.sound(done, "a rollback that leads to the last commit", epoch=0)
+                if not examination.investigate(_goes_back, options, head.passes[0].states[0]):
+                    return Outcome("refused clearly", done.message)
+                raise examination.error("a rollback that leads to the last commit", done.whole, 0)
             again = [*expected[: commit + 2], *expected[commit:ends]]
             what = f"{commit} batches committed, two more given, and the rest after a rollback"
-            examination.same(again, done.passes[0].batches, what, epoch=0, by_ids=by_ids)
+            examination.same(again, done, what, 0, by_ids=by_ids)
     return HOLDS
 
 
@@ -235,46 +224,39 @@ def _goes_back(settings: Settings, options: Mapping[str, Any], beginning: dict[s
     return True
 
 
-def _commit_and_roll_back(settings: Settings, options: Mapping[str, Any], commit: int, lost: int) -> Recording:
+def _commit_and_roll_back(settings: Settings, options: Mapping[str, Any], commit: int, lost: int) -> list[Seen]:
     """All batches given until the first epoch ends: `commit` of them, `lost` more, and after a rollback the rest."""
-    done = Recording([Pass()])
-    got = done.passes[0].batches
+    got: list[Seen] = []
 
     def state_is(expected: dict[str, Any], what: str) -> None:
         if items.digest(loader.state_dict()) != items.digest(expected):
             raise violation(what, "another state", 0, len(got))
 
-    try:
-        with open_loader(settings, options) as loader:
-            batches = iter(loader)
+    with open_loader(settings, options) as loader:
+        batches = iter(loader)
 
-            def take() -> None:
-                """The next batch, of the next epoch if this one has ended."""
-                nonlocal batches
-                for _ in range(2):
-                    for batch in batches:
-                        got.append(see(settings, batch))
-                        return
-                    batches = iter(loader)
+        def take() -> None:
+            """The next batch, of the next epoch if this one has ended."""
+            nonlocal batches
+            for _ in range(2):
+                for batch in batches:
+                    got.append(see(settings, batch))
+                    return
+                batches = iter(loader)
 
-            for _ in range(commit):
-                take()
-            before = loader.state_dict()
+        for _ in range(commit):
+            take()
+        before = loader.state_dict()
+        loader.commit()
+        committed = loader.state_dict()
+        state_is(before, "commit() that publishes the state of now")
+        with contextlib.suppress(MidepochError):
             loader.commit()
-            committed = loader.state_dict()
-            state_is(before, "commit() that publishes the state of now")
-            with contextlib.suppress(MidepochError):
-                loader.commit()
-                raise violation("a MidepochError for a second commit without a batch between", "none", 0, commit)
-            for _ in range(lost):
-                take()
-                state_is(committed, "batches that are not committed: the committed state")
-            loader.rollback()
-            state_is(committed, "after a rollback: the committed state")
-            rest = [see(settings, batch) for batch in batches]
-            got += rest or [see(settings, batch) for batch in loader]  # that pass may have ended before
-    except LawError:
-        raise
-    except Exception as error:  # noqa: BLE001 - the law judges it
-        done.failure = capture_failure(error, "committing and rolling back")
-    return done
+            raise violation("a MidepochError for a second commit without a batch between", "none", 0, commit)
+        for _ in range(lost):
+            take()
+            state_is(committed, "batches that are not committed: the committed state")
+        loader.rollback()
+        state_is(committed, "after a rollback: the committed state")
+        rest = [see(settings, batch) for batch in batches]
+        return [*got, *(rest or [see(settings, batch) for batch in loader])]  # that pass may have ended before

@@ -41,14 +41,10 @@ def witness(examination: Examination) -> Outcome:
     other = seal({**state, "witness": str(of_another_sample(found))})
     trials = [examination.trial(examination.options(), state=each) for each in (state, other)]
     same, changed = examination.resume(trials)
-    examination.sound(same, "a resume over the same data", epoch=0, batch=cut)
+    examination.sound(same, "a resume over the same data", 0, cut)
     if changed.failure is None or _MISMATCH not in changed.failure.kinds:
-        raise examination.error(
-            "a StateMismatchError where the first sample of the epoch is another one",
-            str(changed.failure or "it continues"),
-            epoch=0,
-            batch=cut,
-        )
+        wanted = "a StateMismatchError where the first sample of the epoch is another one"
+        raise examination.error(wanted, str(changed.failure or "it continues"), 0, cut)
     return HOLDS
 
 

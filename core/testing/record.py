@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
 import random
 import sys
@@ -25,7 +26,7 @@ from .together import by_steps
 __all__ = [
     "CAPABILITIES", "MOST_BATCHES", "OPTIONS", "Failure", "Pass", "Recording", "Seen", "Settings", "Trial",
     "capture_failure", "experiment", "in_group", "length_of", "open_loader", "read_capabilities",
-    "read_views", "record", "record_many", "see", "state_of", "violation",
+    "read_views", "record", "record_many", "see", "see_rest", "state_of", "violation",
 ]  # fmt: skip
 
 MOST_BATCHES = 100_000  # of a pass: no epoch that is examined should be longer
@@ -137,6 +138,11 @@ class Failure:
     def __str__(self) -> str:
         return f"{self.kinds[0].rpartition('.')[2]} while {self.during}: {self.message}"
 
+    @property
+    def whole(self) -> str:
+        """With the traceback."""
+        return f"{self}\n{self.trace}".rstrip()
+
 
 @dataclass
 class Recording:
@@ -152,12 +158,11 @@ class Recording:
 
 @dataclass(frozen=True)
 class Trial:
-    """What to do with a fresh loader.
+    """What to do with a fresh loader: load ``state`` unless it is None, then iterate ``passes`` times.
 
-    ``options`` go to make_loader. ``state`` is loaded first, unless it is None. ``passes`` full iterations follow.
-    With ``states``, a state is asked for before the first batch and after every batch. ``limit`` ends a pass that is
-    longer than any epoch should be. ``later``: use the global seeds of a process that resumes, as every trial
-    with a state does.
+    ``options`` go to make_loader. With ``states``, a state is asked for before the first batch and after every batch.
+    ``limit`` ends a pass that is longer than any epoch should be. ``later``: use the global seeds of a process that
+    resumes, as every trial with a state does.
     """
 
     settings: Settings
@@ -213,6 +218,13 @@ def see(settings: Settings, batch: Any) -> Seen:
     )
 
 
+def see_rest(settings: Settings, options: Mapping[str, Any], state: dict[str, Any]) -> Pass:
+    """The first pass of a fresh loader that has loaded ``state``."""
+    with open_loader(settings, options, later=True) as loader:
+        loader.load_state_dict(copy.deepcopy(state))
+        return Pass([see(settings, batch) for batch in itertools.islice(loader, MOST_BATCHES)])
+
+
 def capture_failure(error: Exception, during: str) -> Failure:
     """``error`` in a form that can be sent, whatever its class."""
     kinds = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__)
@@ -245,12 +257,14 @@ def record_many(trials: Sequence[Trial]) -> list[Recording]:
 
 
 def _record_pass(trial: Trial, loader: Any, into: Pass) -> None:
-    if trial.states:
-        into.states.append(copy.deepcopy(state_of(trial.settings, loader)))
-    for batch in loader:
-        into.batches.append(see(trial.settings, batch))
+    def ask() -> None:
         if trial.states:
             into.states.append(copy.deepcopy(state_of(trial.settings, loader)))
+
+    ask()
+    for batch in loader:
+        into.batches.append(see(trial.settings, batch))
+        ask()
         if len(into.batches) >= trial.limit:
             break
 
@@ -304,25 +318,14 @@ def read_capabilities(settings: Settings, options: Mapping[str, Any]) -> dict[st
         with contextlib.suppress(Exception):  # another law judges it
             next(iter(loader), None)
             loader.state_dict()
-        declared = getattr(loader, "capabilities", None)
-        if declared is None:
-            return None
-        return {name: _yes_or_no(getattr(declared, name, None)) for name in CAPABILITIES}
+        declared = {name: getattr(loader.capabilities, name, None) for name in CAPABILITIES}
+    return {name: (bool(each), str(getattr(each, "reason", "it is not declared"))) for name, each in declared.items()}
 
 
 CAPABILITIES = (
-    "exact_order",
-    "exact_augmentations",
-    "constant_time_resume",
-    "elastic_world",
-    "elastic_workers",
-    "rank_independent",
-    "skips",
-)
-
-
-def _yes_or_no(capability: Any) -> tuple[bool, str]:
-    return bool(capability), str(getattr(capability, "reason", "it is not declared"))
+    "exact_order", "exact_augmentations", "constant_time_resume", "elastic_world", "elastic_workers",
+    "rank_independent", "skips",
+)  # fmt: skip
 
 
 def violation(

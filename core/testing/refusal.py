@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import MidepochError
 from ..state.format import reseal
@@ -67,16 +67,21 @@ def refusal(examination: Examination) -> Outcome:
         told = "the state is not midepoch's, so only missing keys, wrong types and None were tried, for any exception"
         outcomes["fixed keys"] = Outcome("holds", told)
     # The good state has the factory's own seed, so a loader that states another one cannot load it first.
-    places: list[tuple[str, int, dict[str, Any] | None]] = [
-        ("before the first batch", 0, None), (f"after {cut} batches", cut, None), ("after a load", 0, good)
-    ]  # fmt: skip
-    for when, taken, loaded in places:
+    fresh, used = _Moment("before the first batch"), _Moment(f"after {cut} batches", cut)
+    for moment in (fresh, used, _Moment("after a load", 0, good)):
         for seed in {case.stated_seed for case in cases}:
-            if seed is None or loaded is None:
+            if seed is None or moment.loaded is None:
                 options = examination.options(**{} if seed is None else {"seed": seed})
-                chosen = [case for case in cases if case.stated_seed == seed]
-                _offer_all(examination, options, chosen, when, taken, loaded)
+                _offer_all(examination, options, [case for case in cases if case.stated_seed == seed], moment)
     return combined({"damage": HOLDS, **outcomes})
+
+
+class _Moment(NamedTuple):
+    """When states are offered to a loader: so many batches after it is made, or after a load."""
+
+    words: str
+    taken: int = 0
+    loaded: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,17 +110,14 @@ def _damaged(examination: Examination, good: dict[str, Any]) -> list[_Case]:
     ]
     if isinstance(good["fingerprint"], str):
         cases.append(resealed("fingerprint", _flip(good["fingerprint"]), _MISMATCH))
-    if type(good["size"]) is int and good["size"] >= 0:
-        size = good["size"]
+    if type(size := good["size"]) is int and size >= 0:
         cases += [resealed("size", other, _MISMATCH, (other, size)) for other in (size + 1, size * 2 + 1)]
         cases.append(resealed("position", size + 1))
     cases += [resealed(key, value) for key, values in _NONSENSE.items() if key in good for value in values]
     cases += [_Case(f"{key} flipped, not resealed", good | {key: _flip(value)}) for key, value in good.items()]
-    cases += [
-        _Case(f"without {key}, resealed", _sealed(seal, _without(good, key)), _CORRUPT)
-        for key in good
-        if key != "checksum"
-    ]
+    for key in good:
+        if key != "checksum":
+            cases.append(_Case(f"without {key}, resealed", _sealed(seal, _without(good, key)), _CORRUPT))
     cases.append(_Case("an extra key, resealed", _sealed(seal, good | {"extra": 1}), _CORRUPT))
     return cases + _senseless(good, _CORRUPT)
 
@@ -156,27 +158,20 @@ def _from_variation(examination: Examination, option: str, cut: int, good: dict[
     default = examination.default(option)
     if option == "size" and type(good["size"]) is not int:
         return Outcome("not applicable", "the loader does not know its size")
-    if option == "size" and type(default) is not int:
+    if option == "size" and default is None:
         return Outcome("not applicable", "the factory's size has no default to vary")
-    default = default if type(default) is int else 0
+    default = default or 0
     states = examination.head_with(option, default + 1).passes[0].states
     name = f"a state of {option}={default + 1}, loaded with {option}={default}"
     seed = default if option == "seed" else None
     return _Case(name, states[min(cut, len(states) - 1)], _MISMATCH, (default + 1, default), seed)
 
 
-def _offer_all(
-    examination: Examination,
-    options: Mapping[str, Any],
-    cases: Sequence[_Case],
-    when: str,
-    taken: int,
-    loaded: dict[str, Any] | None,
-) -> None:
+def _offer_all(examination: Examination, options: Mapping[str, Any], cases: Sequence[_Case], moment: _Moment) -> None:
     by_ids = examination.compares_by_ids()
 
     def offer(some: Sequence[_Case]) -> Any:
-        return examination.investigate(_offer, options, some, when, taken, loaded, by_ids)
+        return examination.investigate(_offer, options, some, moment, by_ids)
 
     rest, kept = offer(cases)
     quiet, _ = offer([])
@@ -185,35 +180,27 @@ def _offer_all(
     culprits = [case.name for case in cases if offer([case]) != (quiet, True)]
     raise examination.error(
         "after a refused state the loader continues as before",
-        f"{when}: not so after the state '{culprits[0] if culprits else 'of several together'}' was refused",
-        epoch=0,
-        batch=taken,
-        cause="the loader was changed before everything was checked",
-        cure="check the whole state first, and only then change the loader",
-    )
+        f"{moment.words}: not so after the state '{culprits[0] if culprits else 'of several together'}' was refused",
+        0, moment.taken, "the loader was changed before everything was checked",
+        "check the whole state first, and only then change the loader",
+    )  # fmt: skip
 
 
 def _offer(
-    settings: Settings,
-    options: Mapping[str, Any],
-    cases: Sequence[_Case],
-    when: str,
-    taken: int,
-    loaded: dict[str, Any] | None,
-    by_ids: bool,
+    settings: Settings, options: Mapping[str, Any], cases: Sequence[_Case], moment: _Moment, by_ids: bool
 ) -> tuple[list[Any], bool]:
     """(the batches that follow, whether the state stayed)."""
-    with open_loader(settings, options, later=loaded is not None) as loader:
-        if loaded is not None:
-            loader.load_state_dict(copy.deepcopy(loaded))
-        iterator: Iterator[Any] = iter(loader) if taken else iter(())
-        for _ in range(taken):
+    with open_loader(settings, options, later=moment.loaded is not None) as loader:
+        if moment.loaded is not None:
+            loader.load_state_dict(copy.deepcopy(moment.loaded))
+        iterator: Iterator[Any] = iter(loader) if moment.taken else iter(())
+        for _ in range(moment.taken):
             next(iterator)
         before = items.digest(loader.state_dict())
         for case in cases:
-            _check_refused(loader, case, when)
+            _check_refused(loader, case, moment.words)
         kept = items.digest(loader.state_dict()) == before
-        seen = [see(settings, batch) for batch in (iterator if taken else loader)]
+        seen = [see(settings, batch) for batch in (iterator if moment.taken else loader)]
         return [each.ids if by_ids else each.digest for each in seen], kept
 
 
@@ -224,11 +211,11 @@ def _check_refused(loader: Any, case: _Case, when: str) -> None:
         loader.load_state_dict(copy.deepcopy(case.state))
     except Exception as error:  # noqa: BLE001 - the law examines the kind of exception
         failure = capture_failure(error, "loading a state")
-        if case.kind not in failure.kinds:
-            cause = "the error is not of the kind that callers can catch"
-            raise violation(expected, f"{when}: {failure}", 0, None, cause, f"raise {kind}") from None
-        if not names_all(failure.message, case.names):
-            expected += f", its message naming {' and '.join(map(str, case.names))}"
-            raise violation(expected, f"{when}: {failure}", 0, None, *UNNAMED_VALUES) from None
-        return
-    raise violation(expected, f"{when}: it was loaded", 0)
+    else:
+        raise violation(expected, f"{when}: it was loaded", 0)
+    if case.kind not in failure.kinds:
+        cause = "the error is not of the kind that callers can catch"
+        raise violation(expected, f"{when}: {failure}", 0, None, cause, f"raise {kind}")
+    if not names_all(failure.message, case.names):
+        expected += f", its message naming {' and '.join(map(str, case.names))}"
+        raise violation(expected, f"{when}: {failure}", 0, None, *UNNAMED_VALUES)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from .examine import Examination
+from .examine import Examination, Place
 from .law import law
 from .record import Failure, Pass, Recording, Settings, length_of, open_loader
 from .report import HOLDS, Outcome, combined, names_all
@@ -85,23 +85,16 @@ def _check_counts(examination: Examination, parts: Sequence[Pass], epoch: int, u
         if max(counts) - min(counts) > allowed:
             raise examination.error(
                 f"as many {name} on each rank" + (" (one more or less)" if allowed else ""),
-                ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts)),
-                epoch=epoch,
+                ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts)), epoch,
                 cause="the last incomplete global batch is not shared out; collective calls would wait forever",
                 cure="pad or drop the tail, or set tail='uneven' if the training loop allows it",
-            )
+            )  # fmt: skip
 
 
 def check_cover(
-    examination: Examination,
-    expected: Counter[Hashable],
-    got: Counter[Hashable],
-    world_size: int,
-    batch: int,
-    epoch: int,
-    cut: int | None,
-    who: str,
-) -> None:
+    examination: Examination, expected: Counter[Hashable], got: Counter[Hashable], world_size: int, batch: int,
+    epoch: int, cut: int | None, who: str,
+) -> None:  # fmt: skip
     """Raise unless ``got`` is ``expected``, except for what the tail rule allows a world of this size.
 
     ``batch`` is the largest number of samples in a batch, which determines what ``drop_last`` leaves over.
@@ -110,8 +103,8 @@ def check_cover(
     settings = examination.settings
     unit = _unit(examination)
     left_over = batch if unit == 1 else unit
-    may_repeat = (world_size - 1) * unit * settings.parts if settings.tail == "pad" else 0
-    may_lose = (world_size - 1) * unit * settings.parts if settings.tail == "drop" else 0
+    at_the_tail = (world_size - 1) * unit * settings.parts
+    may_repeat, may_lose = (at_the_tail if settings.tail == rule else 0 for rule in ("pad", "drop"))
     if settings.drop_last:
         # The size of the global batch determines which samples are left over.
         may_lose += world_size * left_over - 1
@@ -120,12 +113,8 @@ def check_cover(
     rule = f"tail='{settings.tail}', drop_last={settings.drop_last}"
     for name, found, allowed in (("lost", lost, may_lose), ("repeated", repeated, may_repeat)):
         if found.total() > allowed:
-            raise examination.error(
-                f"{who}: at most {allowed} samples {name} ({rule})",
-                f"{found.total()} {name}: {some(found)}",
-                epoch=epoch,
-                batch=cut,
-            )
+            wanted = f"{who}: at most {allowed} samples {name} ({rule})"
+            raise examination.error(wanted, f"{found.total()} {name}: {some(found)}", epoch, cut)
 
 
 def some(names: Iterable[Any]) -> str:
@@ -143,12 +132,10 @@ def _check_lengths(examination: Examination, world_size: int) -> None:
         for epoch, part in enumerate(recording.passes):
             if len(part.batches) != length:
                 raise examination.error(
-                    f"len() batches on rank {rank} of {world_size}: {length}",
-                    f"{len(part.batches)} batches",
-                    epoch=epoch,
+                    f"len() batches on rank {rank} of {world_size}: {length}", f"{len(part.batches)} batches", epoch,
                     cause="len() does not follow the tail rule",
                     cure="compute it from the size, the batch size and the world size",
-                )
+                )  # fmt: skip
 
 
 def _measured(settings: Settings, options: Mapping[str, Any]) -> int | None:
@@ -168,9 +155,9 @@ def topology(examination: Examination) -> Outcome:
         "workers": _other_option(examination, "num_workers"),
         "batch size": _other_option(examination, "batch_size"),
     }
-    if HOLDS in outcomes.values() and _also_unchanged(examination):
-        reason = f"not compared, because the law '{_also_unchanged(examination)}' is broken"
-        outcomes["content and next epoch"] = Outcome("not applicable", reason)
+    if HOLDS in outcomes.values() and (law := _also_unchanged(examination)):
+        told = f"not compared, because the law '{law}' is broken"
+        outcomes["content and next epoch"] = Outcome("not applicable", told)
     return combined(outcomes)
 
 
@@ -216,14 +203,13 @@ def _check_equal_states(examination: Examination, world_size: int) -> None:
     for rank, other in enumerate(others, start=1):
         for epoch, (one, two) in enumerate(zip(first.passes, other.passes, strict=True)):
             for cut, (state, same) in enumerate(zip(one.states, two.states, strict=False)):
-                examination.same_state(state, same, f"the same state on ranks 0 and {rank}", epoch=epoch, batch=cut)
+                examination.same_state(state, same, f"the same state on ranks 0 and {rank}", epoch, cut)
 
 
 def _check_single(examination: Examination, world_size: int) -> None:
     """If each rank knows only its part, another rank must refuse it, unless it leads to that rank's own batches."""
     trial = examination.trial(examination.options(0, world_size), states=True)
-    head = examination.sound(examination.record([trial])[0], f"a run on rank 0 of {world_size}")
-    state = head.passes[0].states[1]
+    state = examination.sound(examination.record([trial])[0], f"a run on rank 0 of {world_size}").passes[0].states[1]
     loaded = examination.record([examination.trial(examination.options(1, world_size), state=state)], process=1)[0]
     change = f"the state of rank 0 alone, loaded on rank 1 of {world_size}"
     whole = examination.heads(world_size)[1].passes[0]
@@ -233,13 +219,9 @@ def _check_single(examination: Examination, world_size: int) -> None:
 
 
 def _judge_change(
-    examination: Examination,
-    heads: Sequence[Recording],
-    places: Sequence[tuple[int, int]],
-    resumed: Sequence[Sequence[Recording]],
-    option: str,
-    values: tuple[int, ...],
-) -> Outcome:
+    examination: Examination, heads: Sequence[Recording], places: Sequence[Place],
+    resumed: Sequence[Sequence[Recording]], option: str, values: tuple[int, ...],
+) -> Outcome:  # fmt: skip
     """Whether the resumes on all new ranks hold or are refused, as the capability declares."""
     declared, reason = examination.capability(_CAPABILITY[option])
     failures = [recording.failure for recordings in resumed for recording in recordings]
@@ -252,10 +234,8 @@ def _judge_change(
     batch = max(largest_batch([*heads, examination.observed()]), values[-1] if option == "batch_size" else 0)
     compared, whole = False, examination.observed().passes
     for number, (epoch, cut) in enumerate(places):
-        parts = [
-            examination.sound(recordings[number], f"a resume with {change}", epoch=epoch, batch=cut).passes
-            for recordings in resumed
-        ]
+        told = f"a resume with {change}"
+        parts = [examination.sound(recordings[number], told, epoch, cut).passes for recordings in resumed]
         consumed = count(ids for head in heads for ids in head.passes[epoch].ids[:cut])
         rest = count(whole[epoch].ids) - consumed
         if starts_next_epoch(examination, rest, world_size, batch):
@@ -290,18 +270,14 @@ def _check_refused(
     asked = f"a StateError naming the saved and the current value: {change}"
     if failure is None:
         raise examination.error(
-            asked,
-            "the state was loaded",
-            epoch=epoch,
-            batch=cut,
-            cause="load_state_dict does not check what the loader declares it cannot do",
-            cure="compare the saved value with the current one in load_state_dict",
-        )
+            asked, "the state was loaded", epoch, cut,
+            "load_state_dict does not check what the loader declares it cannot do",
+            "compare the saved value with the current one in load_state_dict",
+        )  # fmt: skip
     if _STATE_ERROR not in failure.kinds or failure.during != "loading a state":
-        raise examination.error(asked, f"{failure}\n{failure.trace}", epoch=epoch, batch=cut)
+        raise examination.error(asked, failure.whole, epoch, cut)
     if not names_all(failure.message, values):
-        cause, cure = UNNAMED_VALUES
-        raise examination.error(asked, str(failure), epoch=epoch, batch=cut, cause=cause, cure=cure)
+        raise examination.error(asked, str(failure), epoch, cut, *UNNAMED_VALUES)
 
 
 def _other_option(examination: Examination, option: str) -> Outcome:
@@ -328,8 +304,8 @@ def _other_option(examination: Examination, option: str) -> Outcome:
 def _option_values(examination: Examination, option: str) -> list[int]:
     if option == "num_workers":
         return sorted(set(examination.settings.num_workers))
-    default = examination.default(option)
-    return [default, default + 1, 2 * default + 1] if type(default) is int and default > 0 else []
+    default = examination.default(option) or 0
+    return [default, default + 1, 2 * default + 1] if default > 0 else []
 
 
 def check_content(examination: Examination, parts: Sequence[Pass], epoch: int, where: str) -> None:
@@ -340,12 +316,10 @@ def check_content(examination: Examination, parts: Sequence[Pass], epoch: int, w
     for sample, contents in contents_of(parts).items():
         if sample in alone and len(alone[sample]) == 1 and not contents <= alone[sample]:
             raise examination.error(
-                f"sample {sample} with the content it has in a world of one",
-                f"another content {where}",
-                epoch=epoch,
+                f"sample {sample} with the content it has in a world of one", f"another content {where}", epoch,
                 cause="random streams are keyed by rank or worker, or randomness belongs to whole batches",
                 cure="key them by (seed, epoch, position); set elastic_content=False for mixup and the like",
-            )
+            )  # fmt: skip
 
 
 def contents_of(parts: Iterable[Pass]) -> dict[Hashable, set[str]]:

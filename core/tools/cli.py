@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from .command import DIFFERENT, INTERRUPTED, UNABLE, fail, integers, names, require, sigterm_unwinds
 
@@ -22,21 +22,22 @@ else:
 __all__ = ["check", "inspect", "main", "trace"]
 
 
+def _option(help: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, **more)
+
+
 def main() -> None:
     """Run the command named on the command line."""
     if not _has_typer:
         fail("the command line needs typer: pip install 'midepoch[cli]'")
-    app = typer.Typer(
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
+    settings = {"help_option_names": ["-h", "--help"]}
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=settings)
 
     # A callback's docstring is the help of the whole program.
     @app.callback()
     def midepoch(
         version: Annotated[
-            bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+            bool, _option("Print the version.", "--version", is_eager=True, callback=_print_version)
         ] = False,
     ) -> None:
         """Makes any data iterable resume in the middle of an epoch."""
@@ -59,50 +60,40 @@ def check(
             help="package.module:name or file.py:name, of a loader or of a function that builds one; or file.py alone."
         ),
     ],
-    world_sizes: Annotated[str, typer.Option(help="Numbers of ranks to examine.")] = "1,2,3",
-    num_workers: Annotated[str, typer.Option(help="Numbers of workers to change between.")] = "0,2",
-    epochs: Annotated[int, typer.Option(help="In how many epochs to cut.")] = 2,
-    quick: Annotated[bool, typer.Option("--quick", help="Cut each epoch at three places only.")] = False,
+    world_sizes: Annotated[str, _option("Numbers of ranks to examine.")] = "1,2,3",
+    num_workers: Annotated[str, _option("Numbers of workers to change between.")] = "0,2",
+    epochs: Annotated[int, _option("In how many epochs to cut.")] = 2,
+    quick: Annotated[bool, _option("Cut each epoch at three places only.", "--quick")] = False,
     shuffled: Annotated[
-        bool | None,
-        typer.Option("--shuffled/--sequential", help="Whether epochs must differ in their order, or agree."),
+        bool | None, _option("Whether epochs must differ in their order, or agree.", "--shuffled/--sequential")
     ] = None,
     tail: Annotated[
-        str | None,
-        typer.Option(help="How ranks share the last samples: pad, drop or uneven; default: as midepoch shares them."),
+        str | None, _option("How ranks share the last samples: pad, drop or uneven; default: as midepoch shares them.")
     ] = None,
-    drop_last: Annotated[bool, typer.Option("--drop-last", help="Leave out an incomplete last batch.")] = False,
-    cuts: Annotated[str | None, typer.Option(help="Batches before each cut, such as 1,7; default: all.")] = None,
+    drop_last: Annotated[bool, _option("Leave out an incomplete last batch.", "--drop-last")] = False,
+    cuts: Annotated[str | None, _option("Batches before each cut, such as 1,7; default: all.")] = None,
     identify: Annotated[
-        str | None,
-        typer.Option(help="package.module:function that returns the identities of a batch's samples."),
+        str | None, _option("package.module:function that returns the identities of a batch's samples.")
     ] = None,
     elastic_content: Annotated[
         bool,
-        typer.Option(
-            "--elastic-content/--fixed-content",
-            help="Whether a sample's content must be the same on any number of ranks and workers and with any batch "
-            "size. Use --fixed-content if collate_fn draws random numbers.",
+        _option(
+            "Whether a sample's content must be the same on any number of ranks and workers and with any batch "
+            "size. Use --fixed-content if collate_fn draws random numbers.", "--elastic-content/--fixed-content",
         ),
     ] = True,
-    laws: Annotated[str | None, typer.Option(help="Names of laws, separated by commas; default: all.")] = None,
+    laws: Annotated[str | None, _option("Names of laws, separated by commas; default: all.")] = None,
     trials: Annotated[
-        float,
-        typer.Option(help="Seconds that trials of the promises may take; 0: none. They belong to the law 'honesty'."),
+        float, _option("Seconds that trials of the promises may take; 0: none. They belong to the law 'honesty'.")
     ] = 15.0,
-    seconds: Annotated[
-        float, typer.Option(help="Seconds after which no other trial or law is begun; 0: no limit.")
-    ] = 60.0,
-    timeout: Annotated[float, typer.Option(help="Seconds that one answer of the loader may take.")] = 120.0,
+    seconds: Annotated[float, _option("Seconds after which no other trial or law is begun; 0: no limit.")] = 60.0,
+    timeout: Annotated[float, _option("Seconds that one answer of the loader may take.")] = 120.0,
     options: Annotated[
-        str | None,
-        typer.Option(help="The parameters of make_loader that may be used, separated by commas; default: all known."),
+        str | None, _option("The parameters of make_loader that may be used, separated by commas; default: all known.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write the findings as an HTML page.")] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show each law with its reason, and tracebacks.")] = False,
-    lenient: Annotated[
-        bool, typer.Option("--lenient", help="Pass a loader that is not exact, if it says so itself.")
-    ] = False,
+    report: Annotated[Path | None, _option("Write the findings as an HTML page.")] = None,
+    verbose: Annotated[bool, _option("Show each law with its reason, and tracebacks.", "--verbose")] = False,
+    lenient: Annotated[bool, _option("Pass a loader that is not exact, if it says so itself.", "--lenient")] = False,
 ) -> None:
     """Examine your own loader: is it resumed exactly, wherever it is cut, on any number of processes?
 
@@ -122,20 +113,13 @@ def check(
 
     try:
         settings = Settings(
-            make_loader=find_target(target),
-            world_sizes=integers(world_sizes),
-            num_workers=integers(num_workers),
-            epochs=epochs,
-            quick=quick,
-            shuffled=shuffled,
+            make_loader=find_target(target), world_sizes=integers(world_sizes), num_workers=integers(num_workers),
+            epochs=epochs, quick=quick, shuffled=shuffled, drop_last=drop_last, elastic_content=elastic_content,
             tail=tail or "pad",  # type: ignore[arg-type]  # Settings checks it
-            drop_last=drop_last,
-            cuts=None if cuts is None else integers(cuts),
+            cuts=None if cuts is None else integers(cuts), timeout=timeout,
             identify=None if identify is None else find_function(identify),
-            elastic_content=elastic_content,
-            timeout=timeout,
             options=None if options is None else tuple(names(options)),
-        )
+        )  # fmt: skip
         with sigterm_unwinds():
             chosen = None if laws is None else names(laws)
             passes = examine(settings, target, chosen, report, trials, seconds, verbose, tail is not None, lenient)
@@ -154,15 +138,15 @@ def inspect(
     ] = None,
     skip: Annotated[
         list[str] | None,
-        typer.Option(
+        _option(
+            "Positions that the copy's loader leaves out, as after loader.skip; may be given several times.",
             metavar="EPOCH:START..STOP",
-            help="Positions that the copy's loader leaves out, as after loader.skip; may be given several times.",
         ),
     ] = None,
     state: Annotated[
-        str | None, typer.Option(help="With --skip: the loader's state, where a file has several; such as parts.data.")
+        str | None, _option("With --skip: the loader's state, where a file has several; such as parts.data.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, _option("Print JSON.", "--json")] = False,
 ) -> None:
     """Show the positions of the loaders in a checkpoint, or write a copy that leaves some out.
 
@@ -195,21 +179,19 @@ def inspect(
 
 def trace(
     path: Annotated[Path, typer.Argument(help="A snapshot of Snapshot(..., ledger=True), or its folder.")],
-    step: Annotated[int | None, typer.Option(help="What this step was trained on; counted from 1.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Of this rank only.")] = None,
-    sample: Annotated[int | None, typer.Option(help="The steps and ranks that this index was given to.")] = None,
-    loader: Annotated[str | None, typer.Option(help="Of this loader only, by its name in the snapshot.")] = None,
+    step: Annotated[int | None, _option("What this step was trained on; counted from 1.")] = None,
+    rank: Annotated[int | None, _option("Of this rank only.")] = None,
+    sample: Annotated[int | None, _option("The steps and ranks that this index was given to.")] = None,
+    loader: Annotated[str | None, _option("Of this loader only, by its name in the snapshot.")] = None,
     source: Annotated[
         str | None,
-        typer.Option(
-            help="package.module:name or file.py:name of the loader, or of a function that builds it; for --out, and "
+        _option(
+            "package.module:name or file.py:name of the loader, or of a function that builds it; for --out, and "
             "for orders that are a sampler's own."
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="With --step and --source: a file to write its batches to, by rank.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    out: Annotated[Path | None, _option("With --step and --source: a file to write its batches to, by rank.")] = None,
+    as_json: Annotated[bool, _option("Print JSON.", "--json")] = False,
 ) -> None:
     """Show which samples a step of a run was trained on, or which steps were given a sample.
 
