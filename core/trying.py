@@ -12,7 +12,7 @@ import io
 import pickle
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,7 +83,7 @@ def copy_of(value: Any, shares: type | None = None) -> Copied:
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
         return Copied(why="a function cannot be copied")
     sink = _Sink()
-    pickler = _Sharing(sink, value, shares) if shares else _Pickler(sink, protocol=5)
+    pickler = _Pickler(sink, value, shares or ())
     try:
         pickler.dump(value)
     except _TooLargeError:
@@ -109,9 +109,12 @@ class _Sink(io.BytesIO):
 
 
 class _Pickler(pickle.Pickler):
-    """Refuses a large array before it is turned into bytes."""
+    """Refuses a large array before it is turned into bytes, and leaves out what a copy is to share."""
 
-    shared: Sequence[Any] = ()
+    def __init__(self, sink: io.BytesIO, whole: Any, shares: type | tuple[()]) -> None:
+        super().__init__(sink, protocol=5)
+        self._whole, self._shares = whole, shares
+        self.shared: list[Any] = []
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
@@ -119,15 +122,6 @@ class _Pickler(pickle.Pickler):
         elif isinstance(value, np.ndarray):
             _check(value.nbytes)
         return NotImplemented
-
-
-class _Sharing(_Pickler):
-    """Leaves out what a copy is to share."""
-
-    def __init__(self, sink: io.BytesIO, whole: Any, shares: type) -> None:
-        super().__init__(sink, protocol=5)
-        self._whole, self._shares = whole, shares
-        self.shared: list[Any] = []
 
     def persistent_id(self, value: Any) -> int | None:
         if value is self._whole or not isinstance(value, self._shares):

@@ -24,7 +24,7 @@ from midepoch.loader.place import Place
 from midepoch.order import MAXIMUM_SIZE, Endless
 from midepoch.order.keys import derive_key
 from midepoch.reading.indexed import MapReader, Samples, map_requests, unchanged
-from midepoch.reading.iterables import IterableLoaderAdapter
+from midepoch.reading.iterables import IterableAdapter
 from midepoch.reading.private import iterates_as_torch
 from midepoch.reading.sessions import IteratorSession, unwrapped
 from midepoch.reading.workers import Server
@@ -201,8 +201,8 @@ class MapDataLoaderAdapter(Adapter):
 
     def share(self, seed: int, epoch: int, position: int, world: World, detail: str) -> Share | None:
         """Where the sampler ends by an error of its own, it has given only full batches before, as torch makes them."""
-        share = super().share(seed, epoch, position, world, detail)
-        order = self._order
+        size, order = self.size(seed, epoch, world, detail), self._order
+        share = None if size is None else self._share_of(size, position, world)
         listed = order.known(self._listed_under(seed), epoch) if isinstance(order, MaterializedOrder) else None
         if share is None or listed is None or listed.error is None:
             return share
@@ -347,13 +347,13 @@ def _stated_size(order: MaterializedOrder, own: bool, epoch: int, world: World) 
     return length if length is None or not own else length * world.world_size
 
 
-class IterableDataLoaderAdapter(IterableLoaderAdapter):
+class IterableDataLoaderAdapter(IterableAdapter):
     """A DataLoader over an IterableDataset."""
 
     name: ClassVar[str] = "iterable-dataloader"
 
     def __init__(self, source: DataLoader[Any], options: Options) -> None:
-        super().__init__(source, options, stream=source.dataset)
+        super().__init__(source, options, stream=source.dataset, loader=source)
 
     @classmethod
     def recognises(cls, source: object) -> bool:

@@ -6,7 +6,7 @@ on nothing else is believed.
 
 The samplers are a way to jump, not the source's end: it is asked for one more before an epoch's last batch is handed
 out. A sample that draws another number, a sampler that is begun again, an early end, or a sample after the last index
-is a deviation. Where one process reads all of the epoch, a replay takes over there; otherwise it is an error.
+is an error, which names `shard`: with it, the source is read as one that exposes no samplers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from ..errors import SourceError
+from ..errors import MidepochError, SourceError, UnsupportedSourceError
 from ..loader.adapter import Run
 from ..order import Endless, EpochOrder, Order
 from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
-from ..samplers import MaterializedEpoch, MaterializedOrder
+from ..samplers import MaterializedEpoch, MaterializedOrder, length_of
 from ..trying import Finding
-from .exposed import Deviation, Path, StandIn, StandInPass, exposed_samplers
+from .exposed import Deviation, Path, StandInPass
 from .indexed import as_list, spans
 from .units import Start, UnitReader, Units
 
-__all__ = ["DeviationError", "DrivenReader", "DrivenRequest", "SamplerDriven", "driven_requests"]
+__all__ = ["DrivenReader", "DrivenRequest", "SamplerDriven", "driven_requests"]
 
 
 class SamplerDriven:
@@ -80,21 +80,14 @@ class SamplerDriven:
         drawn = (order for order, draw in zip(self.orders.values(), draws, strict=True) if draw)
         return not all(isinstance(order, Endless) for order in drawn)
 
-    def whole(self, seed: int, epoch: int) -> StandInPass:
-        """A pass in which each sampler gives its whole order."""
-        samplers = exposed_samplers(self.dataset)
+    def indices(self, seed: int, epoch: int) -> list[Iterator[Any]]:
+        """All indices of each sampler in an epoch, as they are asked for."""
+        return [_all_of(order.epoch(seed, epoch)) for order in self.orders.values()]
 
-        def stand_in(path: Path, order: Order | MaterializedOrder) -> StandIn:
-            def indices(number: int) -> Iterator[Any]:
-                # A list is the same each time that it is begun within the pass.
-                key = derive_key(seed, number) if number and not isinstance(order, MaterializedOrder) else seed
-                listed = order.epoch(key, epoch)
-                every = (as_list(listed[at : min(at + _AHEAD, len(listed))]) for at in range(0, len(listed), _AHEAD))
-                return _each(itertools.chain.from_iterable(every), _error_of(listed))
 
-            return StandIn(samplers[path], indices)
-
-        return StandInPass(self.dataset, {path: stand_in(path, order) for path, order in self.orders.items()})
+def _all_of(order: EpochOrder | MaterializedEpoch) -> Iterator[Any]:
+    blocks = (as_list(order[at : min(at + _AHEAD, len(order))]) for at in range(0, len(order), _AHEAD))
+    return _each(itertools.chain.from_iterable(blocks), _error_of(order))
 
 
 def _each(indices: Iterable[Any], end: Exception | None) -> Iterator[Any]:
@@ -204,18 +197,6 @@ class _Slices:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-class DeviationError(SourceError):
-    """A sample did not follow from the samplers as those before it.
-
-    Attributes:
-        why: in words that follow the source's name.
-        start: the position of the batch that could not be read.
-    """
-
-    why = ""
-    start = 0
-
-
 class DrivenReader(UnitReader):
     """Reads batches from an iterable that exposes its samplers.
 
@@ -232,32 +213,46 @@ class DrivenReader(UnitReader):
         self._counted = False  # draws, in this dataset. If not, those of a request come from a state
         self._pass: Any = None
 
-    def count(self, driven: SamplerDriven, seed: int) -> tuple[tuple[int, ...], str]:
-        """Read the first sample of epoch 0, and drop it.
+    def count(self, driven: SamplerDriven, seed: int) -> tuple[int, ...]:
+        """The indices that a sample draws from each sampler: read the first one of epoch 0, and drop it.
 
         It is always epoch 0, so that every process that resumes comes to the same result.
 
-        Returns:
-            The indices that it draws from each sampler, and why no sample can be jumped to; empty if they can.
+        Raises:
+            UnsupportedSourceError: no sample can be jumped to.
         """
-        with self._streams or Streams(self.dataset) as start:  # of the caller's generators, nothing is consumed
-            start(derive_key(Purpose.OPENING, seed, 0))
-            source = driven.whole(seed, 0)
-            start(derive_key(Purpose.SAMPLE, seed, 0, 0))
-            try:
+        try:
+            with self._streams or Streams(self.dataset) as start:  # of the caller's generators, nothing is consumed
+                start(derive_key(Purpose.OPENING, seed, 0))
+                source = StandInPass(self.dataset, self._paths)
+                for sampler, indices in zip(source.samplers, driven.indices(seed, 0), strict=True):
+                    sampler.put(indices)
+                start(derive_key(Purpose.SAMPLE, seed, 0, 0))
                 next(source.iterator)  # leaves nothing in the dataset
-            except StopIteration:
-                return (), "it is empty"
+        except StopIteration:
+            draws = (1,) * len(self._paths)
+            if not driven.size(draws, seed, 0):
+                return draws
+            raise self._error("gave no sample, and its samplers have indices") from None
+        except Deviation as deviation:
+            raise self._error(str(deviation)) from None
         self._counted, draws = True, tuple(sampler.drawn for sampler in source.samplers)
         if not any(draws):
-            return draws, "it does not use the samplers that it exposes"
-        return draws, "it begins a sampler again" if any(each.passes > 1 for each in source.samplers) else ""
+            raise self._error("drew no index for its first sample from the samplers that it exposes")
+        size = driven.size(draws, seed, 0)
+        if (stated := length_of(self.dataset)) not in (None, size):
+            raise UnsupportedSourceError(
+                f"{type(self.dataset).__name__} has a len() of {stated}, and its samplers are enough for {size} "
+                "samples: correct its __len__, or wrap a function that reads it, as in midepoch.wrap(lambda: "
+                "iter(loader))"
+            )
+        return draws
 
     def __call__(self, request: DrivenRequest) -> Any:
         """The batch.
 
         Raises:
-            DeviationError: a sample deviates from those before it, or the source does not end with its samplers.
+            SourceError: a sample deviates from those before it, or the source does not end with its samplers.
         """
         try:
             if self._opened != request[:3]:
@@ -273,14 +268,13 @@ class DrivenReader(UnitReader):
         except BaseException as error:
             self._opened = None  # a generator cannot continue after an exception
             if isinstance(error, Deviation):
-                raise self._error(request, str(error)) from None
+                raise self._error(str(error), request.draws) from None
             raise
 
     def _open(self, request: DrivenRequest) -> None:
-        samplers = exposed_samplers(self.dataset)
         with self._under() as start:
             start(derive_key(Purpose.OPENING, request.seed, request.epoch))
-            self._pass = StandInPass(self.dataset, {path: StandIn(samplers[path]) for path in self._paths})
+            self._pass = StandInPass(self.dataset, self._paths)
         if self._streams is not None:
             self._streams.begin_pass(self._pass.iterator)
         self._source, self._opened = Units(self._pass), request[:3]
@@ -330,20 +324,18 @@ class DrivenReader(UnitReader):
         self._counted = True
         return sample
 
-    def _error(self, request: DrivenRequest, why: str) -> SourceError:
+    def _error(self, why: str, saved: tuple[int, ...] = ()) -> MidepochError:
+        """`why`: in words after the source's name. `saved`: the draws of a sample in a request; none while counting."""
         name = type(self.dataset).__name__
-        if not self._counted:  # of a resumed pass, this is the sample before the state's position
-            draws = ", ".join(map(str, request.draws))
+        if saved and not self._counted:  # of a resumed pass, this is the sample before the state's position
             return SourceError(
-                f"{name} {why}, but the state was saved with {draws} per sample: restore the dataset that it was saved "
-                "with, or start over"
+                f"{name} {why}, but the state was saved with {', '.join(map(str, saved))} per sample: restore the "
+                "dataset that it was saved with, or start over"
             )
-        error = DeviationError(
-            f"{name} {why}, but its indices are divided among ranks or workers: pass shard=True, with which every "
-            "process reads all of it and keeps its part, or shard=False if it divides itself"
+        return (SourceError if saved else UnsupportedSourceError)(
+            f"{name} {why}, so its samples cannot be jumped to. Pass shard=True to midepoch.wrap: every process reads "
+            "all of it and keeps its part, and a resume reads the epoch again; or shard=False if it divides itself"
         )
-        error.why, error.start = why, request.start
-        return error
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_pass": None}

@@ -68,19 +68,14 @@ class Deviation(Exception):  # noqa: N818  # caught here
 
 
 class StandIn(Sampler[Any]):
-    """Stands for a user's sampler: gives the indices that are `put`, or those of whole passes over an order.
-
-    Args:
-        original: the user's.
-        whole: the indices of each pass over it, the first one's number being 0; None if they are `put`.
+    """Stands for a user's sampler in one pass: gives the indices that are `put`.
 
     Attributes:
         drawn: indices since the last `put`.
-        passes: that were begun.
     """
 
-    def __init__(self, original: Any, whole: Callable[[int], Iterator[Any]] | None = None) -> None:
-        self._original, self._whole, self.passes = original, whole, 0
+    def __init__(self, original: Any) -> None:
+        self._original, self._begun = original, False
         self.put(iter(()))
 
     def put(self, indices: Iterator[Any]) -> None:
@@ -88,11 +83,9 @@ class StandIn(Sampler[Any]):
         self.drawn, self._next = 0, indices.__next__
 
     def __iter__(self) -> Iterator[Any]:
-        if self._whole is not None:
-            self.put(self._whole(self.passes))
-        elif self.passes:
+        if self._begun:
             raise Deviation("began a sampler again")
-        self.passes += 1
+        self._begun = True
         return _Indices(self._draw)
 
     def _draw(self) -> Any:
@@ -128,9 +121,15 @@ class StandInPass:
     """One pass over a copy of a dataset in which other samplers stand for its own.
 
     What reading sets on the copy is set on the dataset, too, as a plain pass leaves it.
+
+    Args:
+        dataset: the user's.
+        paths: of its samplers.
     """
 
-    def __init__(self, dataset: Any, stand_ins: Mapping[Path, StandIn]) -> None:
+    def __init__(self, dataset: Any, paths: Iterable[Path]) -> None:
+        original = exposed_samplers(dataset)
+        stand_ins = {path: StandIn(original[path]) for path in paths}
         self._dataset, self.samplers = dataset, list(stand_ins.values())
         copied = raw_copy(dataset, stand_ins)
         self._read: dict[str, Any] = getattr(copied, "__dict__", {})

@@ -95,15 +95,12 @@ class Samples:
 def spans(share: Share) -> Iterator[tuple[int, int]]:
     """``share.span(step)`` for every step, at a fraction of the cost."""
     if isinstance(share, MicroShare):
-        yield from map(share.span, range(share.steps))
-        return
-    full, global_batch, batch_size = share.full_steps, share.global_batch, share.batch_size
-    start = share.start + share.world.rank * batch_size
-    for _ in range(min(full, share.steps)):
-        yield start, start + batch_size
-        start += global_batch
-    if share.steps > full:
-        yield share.span(full)
+        return map(share.span, range(share.steps))
+    full, global_batch = min(share.full_steps, share.steps), share.global_batch
+    start = share.start + share.world.rank * share.batch_size
+    starts = range(start, start + full * global_batch, global_batch)
+    stops = range(start + share.batch_size, start + share.batch_size + full * global_batch, global_batch)
+    return itertools.chain(zip(starts, stops, strict=True), map(share.span, range(full, share.steps)))
 
 
 def map_requests(
@@ -115,27 +112,19 @@ def map_requests(
     """
     share = run.share
     assert share is not None  # what can be indexed has a size
-    if run.holes is not None:
-        yield from _requests_around(run, share, run.holes, order, unchanged, listed_batches)
-        return
-    seed, epoch, size, session, left = run.seed, run.epoch, share.size, run.session, share.steps
-    looks = bool(run.looks and size)
+    places, holes = share.size, run.holes
+    seed, epoch, session, left, size = run.seed, run.epoch, run.session, share.steps, places
+    batches = _in_a_row
+    if holes is not None:
+        size, batches = places + holes.total, functools.partial(_around, holes, run.skipped or Holes())
+    looks = bool(run.looks and places)
     # Several are made in a row: between two batches of a loader with workers, code and data leave the processor's
     # caches, and each line takes ten times as long.
     made = functools.partial(tuple.__new__, MapRequest)  # at a third of what the type itself takes
     every, count = spans(share), 1
     while block := list(itertools.islice(every, count)):
         requests = []
-        first, last = block[0][0], min(block[-1][1], size)
-        # Without other ranks' positions between them, one slice of the order has all of them.
-        near = as_list(order[first:last]) if 0 < last - first <= _MOST_AHEAD else None
-        for start, stop in block:
-            if near is not None:
-                indices = near[start - first : stop - first]
-            else:
-                indices = as_list(order[start : min(stop, size)]) if start < size else []
-            for position in range(max(start, size), stop) if stop > size else ():
-                indices.extend(as_list(order[position % size : position % size + 1]))
+        for start, indices, positions in batches(order, places, block):
             left -= 1
             look = None
             if looks:
@@ -144,49 +133,51 @@ def map_requests(
                     index = next(iter(index), None)
                 look, looks = None if index is None else WitnessRequest.of(run, index), False
             batch = list(indices[0]) if listed_batches else indices
-            requests.append(made((seed, epoch, start, size, batch, session, left, look, None)))
+            requests.append(made((seed, epoch, start, size, batch, session, left, look, positions)))
         for request in requests:
             unchanged()
             yield request
         count = min(2 * count, max(1, _MOST_AHEAD // share.batch_size))
 
 
-def _requests_around(
-    run: Run,
-    share: Share,
-    holes: Holes,
-    order: EpochOrder | MaterializedEpoch,
-    unchanged: Callable[[], None],
-    listed_batches: bool,
-) -> Iterator[MapRequest]:
-    """As `map_requests`, around positions that are left out: the share is one of places."""
-    places, size, look = share.size, share.size + holes.total, bool(run.looks and share.size)
-    skipped = run.skipped or Holes()
-    every, count, left = spans(share), 1, share.steps
-    while block := list(itertools.islice(every, count)):
-        cut = []  # each batch, in pieces
-        for start, stop in block:
-            beyond = range(max(start - places, 0), stop - places)
-            repeats = [skipped.position_of(place % (size - skipped.total)) for place in beyond]
-            cut.append(holes.spans(start, min(stop, places)) + [(position, position + 1) for position in repeats])
-        row = _listed(order, [piece for pieces in cut for piece in pieces])
-        requests = []
-        for (start, _), pieces in zip(block, cut, strict=True):
-            positions = [position for a, z in pieces for position in range(a, z)]
-            indices = list(itertools.islice(row, len(positions)))
-            witness = None
-            if look:
-                index = as_list(order[0:1])[0]
-                index = next(iter(index), None) if listed_batches else index
-                witness, look = None if index is None else WitnessRequest.of(run, index), False
-            begin = positions[0] if start < places else size + start - places
-            batch, left = list(indices[0]) if listed_batches else indices, left - 1
-            made = MapRequest(run.seed, run.epoch, begin, size, batch, run.session, left, witness, positions)
-            requests.append(made)
-        for request in requests:
-            unchanged()
-            yield request
-        count = min(2 * count, max(1, _MOST_AHEAD // share.batch_size))
+_Batch = tuple[int, list[Any], list[int] | None]
+"""Position of a batch's first unit, indices of its units, and their positions; None if they follow each other."""
+
+
+def _in_a_row(order: EpochOrder | MaterializedEpoch, size: int, block: list[tuple[int, int]]) -> list[_Batch]:
+    """The batches with these spans. Positions beyond the epoch repeat its beginning."""
+    first, last = block[0][0], min(block[-1][1], size)
+    # Without other ranks' positions between them, one slice of the order has all of them.
+    near = as_list(order[first:last]) if 0 < last - first <= _MOST_AHEAD else None
+    batches: list[_Batch] = []
+    for start, stop in block:
+        if near is not None:
+            indices = near[start - first : stop - first]
+        else:
+            indices = as_list(order[start : min(stop, size)]) if start < size else []
+        for position in range(max(start, size), stop) if stop > size else ():
+            indices.extend(as_list(order[position % size : position % size + 1]))
+        batches.append((start, indices, None))
+    return batches
+
+
+def _around(
+    holes: Holes, skipped: Holes, order: EpochOrder | MaterializedEpoch, places: int, block: list[tuple[int, int]]
+) -> list[_Batch]:
+    """The same around positions that are left out: the spans are of places."""
+    size = places + holes.total
+    cut = []  # each batch, in pieces
+    for start, stop in block:
+        beyond = range(max(start - places, 0), stop - places)
+        repeats = [skipped.position_of(place % (size - skipped.total)) for place in beyond]
+        cut.append(holes.spans(start, min(stop, places)) + [(position, position + 1) for position in repeats])
+    row = _listed(order, [piece for pieces in cut for piece in pieces])
+    batches: list[_Batch] = []
+    for (start, _), pieces in zip(block, cut, strict=True):
+        positions = [position for first, stop in pieces for position in range(first, stop)]
+        indices = list(itertools.islice(row, len(positions)))
+        batches.append((positions[0] if start < places else size + start - places, indices, positions))
+    return batches
 
 
 def _listed(order: EpochOrder | MaterializedEpoch, pieces: list[tuple[int, int]]) -> Iterator[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -28,79 +27,64 @@ from ..sharding import check_sharding
 from ..trying import Finding
 from ..world import World
 from .collating import as_it_is, keeps_nothing
-from .driven import DeviationError, DrivenReader, SamplerDriven, driven_requests
+from .driven import DrivenReader, SamplerDriven, driven_requests
 from .exposed import exposed_samplers
 from .indexed import unchanged
-from .replay import Open, Replayed, ReplayReader, ReplayRequest
+from .replay import Replayed, ReplayReader, ReplayRequest
 from .replay_sessions import OwnStreamsSession, SharedStreamSession
+from .sessions import IteratorSession
 from .workers import Server
 
-__all__ = ["IterableAdapter", "IterableLoaderAdapter"]
+__all__ = ["IterableAdapter"]
 
 _DRIVEN_DETAIL = re.compile(r"draws=(\d{1,6}(?:,\d{1,6})*)(?:;crc=([0-9a-f]{8}))?")
-_VARIES = "varies;workers=0;chain="
-_REPLAY_DETAIL = re.compile(r"(?:varies;)?workers=(\d{1,6});chain=([0-9a-f]{8})?")
+_REPLAY_DETAIL = re.compile(r"workers=(\d{1,6});chain=([0-9a-f]{8})?")
 
 
 class IterableAdapter(Adapter):
     """The common part of adapters for `IterableDataset`s, re-iterable objects and generator functions.
 
-    If the source exposes samplers and each sample draws a constant number from them, midepoch drives these samplers.
-    Otherwise it replays the source, with the samplers' orders if there are any. With ``shard=False`` each process reads
-    its own stream, in units of batches.
+    If the source exposes samplers, midepoch drives these: each sample must draw a constant number of indices. Without
+    samplers, or where `shard` is stated, it replays the source. With ``shard=False`` each process reads its own stream,
+    in units of batches.
 
     Args:
         source: the object given to `wrap`.
         options: as given to `wrap`.
         stream: the object to iterate, or a function that returns an iterator.
-        workers: the number of worker processes that read it; 0 for this process.
-        collate: from a list of samples to a batch; None if the stream yields batches.
-        batch_size: samples in a batch; None if samples are handed out one by one.
-        drop_last: leave out a last batch that is not full.
+        loader: the DataLoader that makes its batches, in this process or in workers; None if the stream yields batches.
         why: it is read from its start; empty if that follows from its samplers.
     """
 
-    _reads_a_dataloader = False
-
     def __init__(
-        self,
-        source: Any,
-        options: Options,
-        *,
-        stream: Any,
-        workers: int = 0,
-        collate: Callable[[Any], Any] | None = None,
-        batch_size: int | None = None,
-        drop_last: bool = False,
-        why: str = "",
+        self, source: Any, options: Options, *, stream: Any, loader: Any = None, why: str = ""
     ) -> None:
         super().__init__(source, options)
-        self._stream, self._workers, self._collate = stream, workers, collate
-        self._samples_in_batch = batch_size
+        self._stream, self._loader = stream, loader
         self._own_streams = options.shard is False
         self._opened: int | None = None  # the epoch that was opened last, unless the loader was led elsewhere since
-        # Each process's own stream may have batches of any size, so batches are counted.
-        self.facts = Facts(
-            "sample" if collate is not None and not self._own_streams else "batch",
-            1 if self._own_streams or batch_size is None else batch_size,
-            drop_last,
-        )
+        self._server: Server | None = None
+        self._workers, self._single, self._collate, self.facts = 0, True, as_it_is, Facts("batch")
+        if loader is not None:
+            self._server, self._workers = Server(loader, options), loader.num_workers
+            self._single, self._collate = loader.batch_size is None, loader.collate_fn
+            size, drop_last = loader.batch_size or 1, loader.drop_last
+            # Each process's own stream may have batches of any size, so batches are counted.
+            self.facts = Facts("batch", 1, drop_last) if self._own_streams else Facts("sample", size, drop_last)
         self._reader: DrivenReader | None = None
         self._replayer: ReplayReader | None = None
         self._may_drive = options.shard is None and not why
-        self._why = ""
         self._interpret()
-        self._why = why or self._why
-        if options.shard is not None and not why and exposed_samplers(stream):
-            self._why = f"shard={options.shard} was stated"
+        stated = options.shard is not None and exposed_samplers(stream)
+        self._why = why or (f"shard={options.shard} was stated" if stated else "it exposes no samplers")
         self._warned = False
         self._tries = options.streams and options.verify != "off"  # with the next batch that is replayed
         # Why two passes are not compared; empty if they have been.
         self._untried = "that happens when reading begins" if self._tries else "verify='off'"
         if not options.streams:
             self._untried = "randomness='none'"
-        if workers > 1 and self._driven is None:
-            self._require_shard(f"{workers} worker processes")
+        if self._workers > 1 and self._driven is None:
+            self._require_shard(f"{self._workers} worker processes")
 
     def _interpret(self) -> None:
         """Learn what the exposed samplers stand for."""
@@ -110,8 +94,6 @@ class IterableAdapter(Adapter):
         specs = {path: interpret_sampler(each) for path, each in samplers.items()}
         self._driven = SamplerDriven(stream, {path: each.order for path, each in specs.items()}) if specs else None
         self._draws: tuple[int, ...] | None = None
-        self._varies = False  # its samples do not follow from the samplers' positions, so it is replayed
-        self._why = "its draws have not been counted yet" if specs else "it exposes no samplers"
         self._reader = self._replayer = None
         for path, each in specs.items():
             check_sharding(samplers[path], each.sharding)
@@ -119,9 +101,8 @@ class IterableAdapter(Adapter):
 
     def _follow(self) -> None:
         """Take over another collate function, another exposed sampler, or other data of one of torch's."""
-        collate = getattr(self.source, "collate_fn", None) if self._reads_a_dataloader else self._collate
-        if collate is not self._collate:
-            self._collate = collate
+        if self._loader is not None and self._loader.collate_fn is not self._collate:
+            self._collate = self._loader.collate_fn
             self._reader = self._replayer = None
             self.close()  # workers that are kept have the other one
             self.learned()
@@ -156,26 +137,18 @@ class IterableAdapter(Adapter):
 
     # --- what it is ---
 
-    def _drive(self, driven: SamplerDriven, seed: int, detail: str = "") -> tuple[int, ...] | None:
-        """The draws of one sample from each sampler; None if the source has to be replayed.
+    def _drive(self, driven: SamplerDriven, seed: int, detail: str = "") -> tuple[int, ...]:
+        """The draws of one sample from each sampler: of a state's detail if possible, so that nothing has to be read.
 
-        They are taken from a state's detail if possible, so that nothing has to be read.
+        Raises:
+            UnsupportedSourceError: no sample can be jumped to.
         """
-        if match := _DRIVEN_DETAIL.fullmatch(detail):
-            # Also of a place before a sample that has deviated. What is impossible is refused by `check_detail`.
+        if match := _DRIVEN_DETAIL.fullmatch(detail):  # what is impossible is refused by `check_detail`
             saved = tuple(map(int, match[1].split(",")))
             if len(saved) == len(driven.orders) and any(saved):
                 return saved
-        if self._varies or detail.startswith("varies"):
-            return None
         if self._draws is None:
-            draws, self._why = self._driven_reader(driven).count(driven, seed)
-            size = 0 if self._why else driven.size(draws, seed, 0)
-            if not self._why and (stated := length_of(driven.dataset)) not in (None, size):
-                self._why = f"its len() is {stated}, but its samplers are enough for {size} samples"
-            self._varies = bool(self._why)
-            self._draws = None if self._varies else draws
-            self.learned()
+            self._draws = self._driven_reader(driven).count(driven, seed)
         return self._draws
 
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
@@ -184,7 +157,7 @@ class IterableAdapter(Adapter):
             self._follow()
         if self._driven is not None:
             draws = self._drive(self._driven, seed, detail)
-            return self._driven.size(draws, seed, epoch) if draws and self._driven.ends(draws) else None
+            return self._driven.size(draws, seed, epoch) if self._driven.ends(draws) else None
         return None if self._own_streams else length_of(self._stream)
 
     def prepare(self, place: Place, seed: int, why: Why) -> None:
@@ -203,7 +176,8 @@ class IterableAdapter(Adapter):
             driven.prepare(seed, place.epoch)
             for finding in driven.findings:
                 self.note(finding)
-        elif driven is not None and driven.lists and self._drive(driven, seed) is not None:
+        elif driven is not None and driven.lists:
+            self._drive(driven, seed)
             driven.crc(seed, place.epoch)
 
     def describe(self) -> dict[str, str]:
@@ -219,7 +193,7 @@ class IterableAdapter(Adapter):
     def capabilities(self) -> Capabilities:
         """See the table in the README."""
         exact = promises.augmentations(self.options)
-        if self._driven is not None and not self._varies:
+        if self._driven is not None:
             return Capabilities(
                 exact_order=_believed(promises.OUR_ORDER, _FOLLOWS),
                 exact_augmentations=_believed(exact, _FOLLOWS),
@@ -243,17 +217,15 @@ class IterableAdapter(Adapter):
 
     def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """The draws of a sample, or the number of workers. Stored so that loaders with others refuse the state."""
-        if self._varies:
-            return _VARIES
         if not there[1]:
             return ""
         if self._driven is not None:
-            return "" if self._draws is None else self._detail(self._draws, seed, there[0])
+            return "" if self._draws is None else self._detail(self._driven, self._draws, seed, there[0])
         return f"workers={self._workers};chain="
 
-    def _detail(self, draws: tuple[int, ...], seed: int, epoch: int) -> str:
+    def _detail(self, driven: SamplerDriven, draws: tuple[int, ...], seed: int, epoch: int) -> str:
         """Of a place within an epoch: the draws of a sample, and the CRC of the samplers' lists, if there are any."""
-        crc = "" if self._driven is None else self._driven.crc(seed, epoch)
+        crc = driven.crc(seed, epoch)
         return f"draws={','.join(map(str, draws))}{f';crc={crc}' if crc else ''}"
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
@@ -280,18 +252,13 @@ class IterableAdapter(Adapter):
             if position:
                 self._check_lists(self._driven, driven[2] or "", seed, epoch)
             return
-        if not replayed or detail.startswith("varies") == (self._driven is None):
+        if not replayed or self._driven is not None:
             raise StateCorruptError(f"the state's detail {detail!r} is not one of this source: use an undamaged state")
         if int(replayed[1]) != self._workers:
             raise StateMismatchError(
                 f"num_workers differs: the state was saved with {replayed[1]}, this loader has {self._workers}; a "
                 "replayed source can continue only with the same number: restore num_workers for the rest of this "
                 "epoch"
-            )
-        if self._driven is not None and world.world_size > 1:
-            raise StateMismatchError(
-                "the world size differs: samples of this epoch draw different numbers, so only 1 process can continue "
-                f"it, and the world has {world.world_size}: run 1 process for the rest of this epoch"
             )
 
     def _check_lists(self, driven: SamplerDriven, saved: str, seed: int, epoch: int) -> None:
@@ -304,53 +271,43 @@ class IterableAdapter(Adapter):
 
     # --- sessions ---
 
-    def serve(self, reader: Any, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
-        """Answers in the order of the requests, and a function that stops. Overridden where workers answer."""
-        return map(reader, requests), _nothing
+    def _serve(self, reader: Any, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
+        """Answers in the order of the requests, and a function that stops."""
+        return (map(reader, requests), lambda: None) if self._server is None else self._server(reader, requests, run)
+
+    def close(self) -> None:
+        """End persistent worker processes."""
+        if self._server is not None:
+            self._server.close()
 
     def open(self, run: Run) -> Session:
         """A driven session, or a replay."""
-        if self._driven is not None and (draws := self._drive(self._driven, run.seed, run.detail)) is not None:
-            self._draws = draws
-            return self._open_driven(run, self._driven, draws)
+        if self._driven is not None:
+            return self._open_driven(run, self._driven)
         if run.world.world_size > 1:
             self._require_shard(f"{run.world.world_size} ranks")
-        if self._workers > 1 or (self._workers and self._driven is not None):
+        if self._workers > 1:
             self._require_shard("worker processes")
         return self._open_replay(run)
 
-    def _open_driven(self, run: Run, driven: SamplerDriven, draws: tuple[int, ...]) -> Session:
+    def _open_driven(self, run: Run, driven: SamplerDriven) -> Session:
+        self._draws = draws = self._drive(driven, run.seed, run.detail)
         if run.share is None:
             run = replace(run, share=self._share_of(MAXIMUM_SIZE, run.position, run.world))
-        if self._collate is not None and not keeps_nothing(self._collate):
+        if not keeps_nothing(self._collate):
             why = "the collate function was not tried: the source is read through its samplers"
             self.note(Finding(untried=why))
         if run.position and (saved := _DRIVEN_DETAIL.fullmatch(run.detail)):
             self._check_lists(driven, saved[2] or "", run.seed, run.epoch)  # they may have changed since the load
         check = unchanged(self._stream, length_of(self._stream))
         requests = driven_requests(run, check, driven, draws, max(self._workers, 1))
-        answers, close = self.serve(self._driven_reader(driven), requests, run)
-        alone = run.world.world_size == 1 and not self._workers
-        take_over = functools.partial(self._take_over, run) if alone else None
-        return _DrivenSession(answers, close, self._detail(draws, run.seed, run.epoch), take_over)
+        answers, close = self._serve(self._driven_reader(driven), requests, run)
+        return IteratorSession(answers, self._detail(driven, draws, run.seed, run.epoch), close=close)
 
     def _driven_reader(self, driven: SamplerDriven) -> DrivenReader:
         if self._reader is None:
-            collate, single = self._collate or as_it_is, self._samples_in_batch is None
-            self._reader = DrivenReader(driven, collate, single, self.options.streams)
+            self._reader = DrivenReader(driven, self._collate, self._single, self.options.streams)
         return self._reader
-
-    def _take_over(self, run: Run, deviation: DeviationError) -> Session:
-        """A replay that goes on where a sample has deviated, as all later ones and those of later epochs do."""
-        if not self._varies:
-            warn(
-                f"{_name(self._stream)} {deviation.why}: the epoch was read again from its start up to here, and from "
-                "here on, a resume reads the epoch again from its start. To resume at once, let each sample draw as "
-                "many indices, and let the source end with its samplers"
-            )
-        self._varies, self._why, self._warned = True, f"it {deviation.why}", True
-        self.learned()
-        return self._open_replay(replace(run, position=deviation.start, share=None, detail=_VARIES))
 
     def _open_replay(self, run: Run) -> Session:
         if not self._warned and run.position > 0:
@@ -363,21 +320,20 @@ class IterableAdapter(Adapter):
         if self._replayer is None:
             self._replayer = ReplayReader(
                 self._stream,
-                self._collate or as_it_is,
-                self._samples_in_batch is None,
+                self._collate,
+                self._single,
                 self.options.streams,
-                open_source=Open(self._stream) if self._driven is None else self._driven.whole,
-                batch_size=self._samples_in_batch or 1,
+                batch_size=1 if self._loader is None else self._loader.batch_size or 1,
                 drop_last=self.facts.drop_last,
                 shared=not self._own_streams,
             )
         match = _REPLAY_DETAIL.fullmatch(run.detail)
         expected = (match[2] or "") if match else ""
         tell = getattr(self._stream, "set_epoch", None)
-        if self._workers and callable(tell) and not getattr(self.source, "persistent_workers", False):
+        if self._loader is not None and self._workers and callable(tell) and not self._loader.persistent_workers:
             tell(run.epoch)  # worker processes start with the stream as it is now
-        answers, close = self.serve(self._replayer, self._replay_requests(run, expected), run)
-        prefix = _VARIES if self._driven is not None else f"workers={self._workers};chain="
+        answers, close = self._serve(self._replayer, self._replay_requests(run, expected), run)
+        prefix = f"workers={self._workers};chain="
         if not self._own_streams:
             return SharedStreamSession(answers, close, self._learn, prefix)
         readers, world_size = max(self._workers, 1), run.world.world_size
@@ -432,85 +388,5 @@ def _believed(capability: Capability, why: str) -> Capability:
     return Capability(True, f"{capability.reason}; {why}", believed=True)
 
 
-def _nothing() -> None:
-    pass
-
-
 def _name(source: Any) -> str:
     return getattr(source, "__qualname__", None) or type(source).__name__
-
-
-class IterableLoaderAdapter(IterableAdapter):
-    """A torch DataLoader over a stream, which its worker processes read.
-
-    Args:
-        source: the DataLoader.
-        options: as given to `wrap`.
-        stream: what it reads.
-    """
-
-    _reads_a_dataloader = True
-
-    def __init__(self, source: DataLoader[Any], options: Options, *, stream: Any) -> None:
-        super().__init__(
-            source,
-            options,
-            stream=stream,
-            workers=source.num_workers,
-            collate=source.collate_fn,
-            batch_size=source.batch_size,
-            drop_last=source.drop_last,
-        )
-        self._server = Server(source, options)
-
-    def serve(self, reader: Any, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
-        """Read in the loader's worker processes."""
-        return self._server(reader, requests, run)
-
-    def close(self) -> None:
-        """End persistent worker processes."""
-        self._server.close()
-
-
-class _DrivenSession(Session):
-    """Batches that are jumped to. Where one process reads all of them, a replay takes over at a deviation."""
-
-    def __init__(
-        self,
-        answers: Iterator[Any],
-        close: Callable[[], None],
-        detail: str,
-        take_over: Callable[[DeviationError], Session] | None,
-    ) -> None:
-        self._close, self._detail = close, detail
-        self._replay: Session | None = None
-        self._next, self._take_over = answers.__next__, take_over
-        self.bookmark = None if take_over is None else self._bookmark
-        self.take = self._next if take_over is None else self._take
-
-    def _take(self) -> Any:
-        try:
-            return self._next()
-        except DeviationError as deviation:
-            assert self._take_over is not None  # else this is not `take`
-            self._replay, self.varies = self._take_over(deviation), True
-        self._next = self._replay.take
-        return self._next()
-
-    @property
-    def position_correction(self) -> int:  # type: ignore[override]
-        """That of the replay."""
-        return 0 if self._replay is None else self._replay.position_correction
-
-    def _bookmark(self) -> Any:
-        return None if self._replay is None or self._replay.bookmark is None else self._replay.bookmark()
-
-    def detail(self, bookmark: Any) -> str:
-        """The draws of a sample, and the CRC of the lists; that of the replay, once it has taken over."""
-        return self._detail if bookmark is None or self._replay is None else self._replay.detail(bookmark)
-
-    def close(self) -> None:
-        self.take = self._next = iter(()).__next__
-        self._close()
-        if self._replay is not None:
-            self._replay.close()

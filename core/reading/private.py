@@ -9,6 +9,7 @@ import contextlib
 import functools
 import operator
 import os
+import signal
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ __all__ = [
     "alive",
     "attributes_of_torch",
     "caught",
+    "end_by_kill",
     "end_early_workers",
     "end_when_collected",
     "gives_its_own",
@@ -190,6 +192,18 @@ def show_dataset(dataset: Any) -> None:
     info = get_worker_info()
     if info is not None:
         object.__setattr__(info, "dataset", dataset)
+
+
+def end_by_kill(process: Any) -> None:
+    """Have a process that survives signals be killed where torch, or an exit of this process, would terminate it."""
+    begun = process._popen
+
+    def leave() -> None:
+        with contextlib.suppress(ValueError):  # in another thread
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise here, uncaught
+        begun.kill()
+
+    process.terminate, begun.terminate = process.kill, leave
 
 
 def end_when_collected(iterator: Any) -> None:

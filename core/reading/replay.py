@@ -19,7 +19,7 @@ from .exposed import RAW, raw_copy
 from .private import caught
 from .units import Start, UnitReader, Units, no_start
 
-__all__ = ["Open", "PrefixDigest", "ReplayReader", "ReplayRequest", "Replayed"]
+__all__ = ["PrefixDigest", "ReplayReader", "ReplayRequest", "Replayed"]
 
 _CURE = (
     "make it depend on midepoch's streams or a seed alone, and draw in the thread that iterates, or in then=. If it "
@@ -54,20 +54,13 @@ class PrefixDigest:
         return f"{zlib.crc32(digest.encode(), self._crc):08x}"
 
 
-class Open:
-    """Returns a new iterator over a source. A class, so that it can be sent to worker processes."""
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-
-    def __call__(self, seed: int, epoch: int) -> Iterator[Any]:
-        """A new iterator; the numbers are the streams'."""
-        source = self._source
-        if hasattr(type(source), RAW):
-            return iter(raw_copy(source, {}))
-        if not hasattr(source, "__iter__"):
-            source = source()
-        return iter(source)
+def _iterator_of(source: Any) -> Iterator[Any]:
+    """A new iterator over a source."""
+    if hasattr(type(source), RAW):
+        return iter(raw_copy(source, {}))
+    if not hasattr(source, "__iter__"):
+        source = source()
+    return iter(source)
 
 
 class ReplayRequest(NamedTuple):
@@ -129,7 +122,6 @@ class ReplayReader(UnitReader):
 
     Args:
         dataset, collate, single, streams: as of a `UnitReader`.
-        open_source: returns a new iterator over the stream, given seed and epoch.
         batch_size: units in one rank's batch.
         drop_last: leave out a last batch that is not full.
         shared: every process reads the same stream and keeps its part of each global batch. If not, each process (rank
@@ -145,13 +137,11 @@ class ReplayReader(UnitReader):
         single: bool,
         streams: bool,
         *,
-        open_source: Callable[[int, int], Iterator[Any]],
         batch_size: int,
         drop_last: bool,
         shared: bool,
     ) -> None:
         super().__init__(dataset, collate, single, streams)
-        self._open_source = open_source
         self._batch_size, self._drop_last, self._shared = batch_size, drop_last, shared
         self._start: Start = no_start  # while a batch is read
         self._session: int | None = None
@@ -202,7 +192,7 @@ class ReplayReader(UnitReader):
 
         def first_unit(copy: Any) -> Any:
             _tell_the_epoch(copy, request.epoch)
-            return next(Open(copy)(request.seed, request.epoch), ())
+            return next(_iterator_of(copy), ())
 
         # A process that resumes begins with a first pass.
         passes = tried_on_copy(copied, first_unit, key, rereads=False)
@@ -221,7 +211,7 @@ class ReplayReader(UnitReader):
     def _open(self, request: ReplayRequest) -> None:
         self._start(derive_key(Purpose.OPENING, request.seed, request.epoch))
         _tell_the_epoch(self.dataset, request.epoch)
-        self._source = Units(self._open_source(request.seed, request.epoch))
+        self._source = Units(_iterator_of(self.dataset))
         self._opened = request[:3]
         self._prefix = PrefixDigest()
         # If the data stream is this process's own, so are the random streams.

@@ -14,17 +14,13 @@ import multiprocessing
 import os
 import re
 import signal
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.context import BaseContext, DefaultContext, SpawnContext, SpawnProcess
-from multiprocessing.process import BaseProcess
-from multiprocessing.sharedctypes import RawValue
-from multiprocessing.util import Finalize
+from multiprocessing.context import BaseContext
 from types import FrameType
 from typing import Any, Protocol, Self
 
@@ -39,15 +35,13 @@ from ..summary import changed_paths, summarize
 from .collating import as_it_is
 from .private import (
     alive,
+    end_by_kill,
     end_when_collected,
     kept_iterator,
     show_dataset,
     shut_down,
     workers_of,
 )
-
-if sys.platform != "win32":
-    from multiprocessing.context import ForkContext, ForkProcess, ForkServerContext, ForkServerProcess
 
 __all__ = ["Server", "WorkerAnswers", "raise_if_worker_died", "signals_in_hand", "workers_outlive_signals"]
 
@@ -140,8 +134,8 @@ class Server:
             pin_memory=theirs.pin_memory,
             pin_memory_device=theirs.pin_memory_device,
             timeout=theirs.timeout,
-            worker_init_fn=_WorkerInit(theirs),
-            multiprocessing_context=_context(theirs),
+            worker_init_fn=_WorkerInit(theirs, shows=True),
+            multiprocessing_context=theirs.multiprocessing_context,
             generator=torch.Generator() if self._streams else theirs.generator,
             prefetch_factor=theirs.prefetch_factor,
             persistent_workers=theirs.persistent_workers,
@@ -259,101 +253,6 @@ def raise_if_worker_died(reason: str, error: Exception) -> None:
         raise _WorkerError(f"{reason}: {cure}; the next batch is the one that failed") from error
 
 
-@contextlib.contextmanager
-def _starting(loader: DataLoader[Any]) -> Iterator[None]:
-    """Hold back signals while worker processes start, until these have handlers of their own.
-
-    Also turns the error that torch's signal handler may raise here into one with a cure.
-    """
-    numbers = set(signals_in_hand) if threading.current_thread() is threading.main_thread() else set()
-    method = _start_method(loader)
-    if numbers and method != "fork":
-        # multiprocessing starts these helpers once. They must not inherit blocked signals.
-        resource_tracker.ensure_running()
-        if method == "forkserver":
-            forkserver.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ()) if numbers else None
-    try:
-        if numbers:
-            signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # new processes inherit the mask
-        with no_other_reads() if method == "fork" else contextlib.nullcontext():
-            yield
-    except RuntimeError as error:
-        raise_if_worker_died(str(error), error)
-        raise
-    finally:
-        if before is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _start_method(loader: DataLoader[Any]) -> str:
-    method: str = (loader.multiprocessing_context or multiprocessing).get_start_method()
-    return method
-
-
-# --- processes that outlive signals -----------------------------------------------------------------------------------
-
-
-class _Worker(BaseProcess):
-    """A process that survives signals. torch's last resort, `terminate`, therefore has to kill it."""
-
-    started_by = 0
-
-    def start(self) -> None:
-        super().start()
-        self.started_by = os.getpid()
-        _outliving.add(self)
-
-    def terminate(self) -> None:
-        self.kill()
-
-
-_outliving: weakref.WeakSet[_Worker] = weakref.WeakSet()
-"""The worker processes that survive signals."""
-
-
-class _SpawnWorker(_Worker, SpawnProcess):
-    pass
-
-
-class _SpawnWorkers(SpawnContext):
-    Process = _SpawnWorker
-
-
-_CONTEXTS: dict[str, BaseContext] = {"spawn": _SpawnWorkers()}
-
-if sys.platform != "win32":
-
-    class _ForkWorker(_Worker, ForkProcess):
-        pass
-
-    class _ForkServerWorker(_Worker, ForkServerProcess):
-        pass
-
-    class _ForkWorkers(ForkContext):
-        Process = _ForkWorker
-
-    class _ForkServerWorkers(ForkServerContext):
-        Process = _ForkServerWorker
-
-    _CONTEXTS |= {"fork": _ForkWorkers(), "forkserver": _ForkServerWorkers()}
-
-
-def _context(loader: DataLoader[Any]) -> Any:
-    """The multiprocessing context for a loader's workers, which survive the signals in hand, if there are any.
-
-    A context of a user's own class is used as it is; its processes die from signals.
-    """
-    return _CONTEXTS[_start_method(loader)] if _can_outlive(loader) else loader.multiprocessing_context
-
-
-def _can_outlive(loader: DataLoader[Any]) -> bool:
-    context = loader.multiprocessing_context
-    return bool(signals_in_hand) and (
-        context is None or type(context) in (DefaultContext, ForkContext, SpawnContext, ForkServerContext)
-    )
-
-
 _DYING = 2.0  # seconds at most between a worker's connections closing and its end
 
 # By torch's message. A worker's own error begins with other words.
@@ -404,99 +303,89 @@ class _ReaderDataset(Dataset[Any]):
         return self.reader(self._made(fields))
 
 
-_LEAVING = 5.0  # seconds for a worker to end when its parent process does
+# --- starting them, and signals that they outlive ---------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=1)
-def _leaving(process: int) -> Any:
-    """A flag that a process shares with its workers: 1 once the process is exiting and ends its workers."""
-    shared = RawValue("b", 0)
+@contextlib.contextmanager
+def _starting(loader: DataLoader[Any]) -> Iterator[None]:
+    """Hold back signals while worker processes start, until these have handlers of their own.
 
-    def leave() -> None:
-        shared.value = 1
-        with contextlib.suppress(ValueError):  # in another thread
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise here, uncaught
-        workers = [worker for worker in _outliving if worker.started_by == process and worker.is_alive()]
-        for worker in workers:
-            if worker.pid is not None:
-                os.kill(worker.pid, signal.SIGTERM)
-        until = time.monotonic() + _LEAVING
-        for worker in workers:
-            worker.join(max(0.0, until - time.monotonic()))
-            worker.kill()  # for instance one that hangs in C code
-
-    # Runs before multiprocessing ends its children, also in processes that it started, where atexit does not run.
-    Finalize(None, leave, exitpriority=100)
-    return shared
-
-
-class _Outlives:
-    """A worker's signal handler. It ignores the signal while the parent lives, which needs the worker for its batch."""
-
-    def __init__(self, leaving: Any) -> None:
-        self._leaving, self._main = leaving, os.getppid()
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._leaving.value:
-            os._exit(0)  # as torch's worker does when its parent ends it
-        if os.getppid() != self._main:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+    Also turns the error that torch's signal handler may raise here into one with a cure.
+    """
+    numbers = set(signals_in_hand) if threading.current_thread() is threading.main_thread() else set()
+    method = _start_method(loader)
+    if numbers and method != "fork":
+        # multiprocessing starts these helpers once. They must not inherit blocked signals.
+        resource_tracker.ensure_running()
+        if method == "forkserver":
+            forkserver.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ()) if numbers else None
+    others = set(multiprocessing.active_children()) if signals_in_hand else set()
+    try:
+        if numbers:
+            signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # new processes inherit the mask
+        with no_other_reads() if method == "fork" else contextlib.nullcontext():
+            yield
+    except RuntimeError as error:
+        raise_if_worker_died(str(error), error)
+        raise
+    finally:
+        for process in set(multiprocessing.active_children()) - others if signals_in_hand else ():
+            end_by_kill(process)
+        if before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Outlive:
-    """A ``worker_init_fn`` that lets the process survive signals, then calls the user's own."""
+def _start_method(loader: DataLoader[Any]) -> str:
+    method: str = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    return method
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._then = loader.worker_init_fn
+
+class _WorkerInit:
+    """A ``worker_init_fn`` that lets the process survive signals, then calls the user's own.
+
+    Args:
+        loader: the user's.
+        shows: the worker reads for a `Server`, and ``get_worker_info().dataset`` is to be the user's.
+    """
+
+    def __init__(self, loader: DataLoader[Any], shows: bool) -> None:
+        self._then, self._shows = loader.worker_init_fn, shows
         # The expected parent process; None with a fork server, whose child the worker then is.
         self._main = None if _start_method(loader) == "forkserver" else os.getpid()
         self._held_back = tuple(signals_in_hand)
-        self._outlived = self._held_back if _can_outlive(loader) else ()
-        self._leaving = None
-        if self._outlived:
-            try:
-                self._leaving = _leaving(os.getpid())
-            except OSError:  # there is no shared memory: workers die from signals, as torch's do
-                self._outlived = ()
-
-    @property
-    def _is_thread(self) -> bool:
-        """Whether the worker is a thread of the process that started it, as a user's own context may have it."""
-        return os.getpid() == self._main
+        # Processes of a user's own context die from signals.
+        context = loader.multiprocessing_context
+        self._outlives = context is None or type(context).__module__ == BaseContext.__module__
 
     def __call__(self, worker: int) -> None:
-        if not self._is_thread:
+        if os.getpid() != self._main:
             self._become_a_worker()
-        self._shown()
+        elif self._shows:
+            raise UnsupportedSourceError(
+                "the workers of this DataLoader are threads, which would seed each other's random generators: leave "
+                "multiprocessing_context out, or set num_workers=0"
+            )
+        if self._shows:
+            show_dataset(get_worker_info().dataset.reader.dataset)  # type: ignore[union-attr]
         if self._then is not None:
             self._then(worker)
 
     def _become_a_worker(self) -> None:
-        for number in self._outlived:
-            signal.signal(number, _Outlives(self._leaving))
+        for number in self._held_back if self._outlives else ():
+            signal.signal(number, functools.partial(_outlive, os.getppid()))
         if os.getppid() != (self._main or os.getppid()):
             # torch's worker watches its parent only from here on, and would take the process that adopted it for that.
             os._exit(1)
         if self._held_back:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self._held_back)
 
-    def _shown(self) -> None:
-        """Before the user's function is run."""
 
-
-class _WorkerInit(_Outlive):
-    """The same for a worker of ours. Also makes ``get_worker_info().dataset`` the user's dataset."""
-
-    def _shown(self) -> None:
-        if self._is_thread:
-            raise UnsupportedSourceError(
-                "the workers of this DataLoader are threads, which would seed each other's random generators: leave "
-                "multiprocessing_context out, or set num_workers=0"
-            )
-        info = get_worker_info()
-        if info is not None:
-            show_dataset(info.dataset.reader.dataset)  # type: ignore[attr-defined]
+def _outlive(parent: int, number: int, frame: FrameType | None) -> None:
+    """A worker's signal handler. It ignores the signal while the parent lives, which needs the worker for its batch."""
+    if os.getppid() != parent:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 @contextlib.contextmanager
@@ -505,13 +394,11 @@ def workers_outlive_signals(source: object) -> Iterator[None]:
     if not isinstance(source, DataLoader) or not source.num_workers:
         yield
         return
-    function, context = source.worker_init_fn, source.multiprocessing_context
+    function = source.worker_init_fn
     if signals_in_hand:
-        # In this order: the function asks for the context that the user chose.
-        source.worker_init_fn = _Outlive(source)
-        source.multiprocessing_context = _context(source)
+        source.worker_init_fn = _WorkerInit(source, shows=False)
     try:
         with _starting(source):
             yield
     finally:
-        source.worker_init_fn, source.multiprocessing_context = function, context
+        source.worker_init_fn = function

@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 import midepoch
-from midepoch import MidepochWarning, SourceError, StateMismatchError, World
+from midepoch import SourceError, StateMismatchError, UnsupportedSourceError, World
 from support import sources
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
@@ -96,7 +96,8 @@ KINDS = [Documents, Own, Flushed, Stopped, Twice]
 
 
 def make(kind: type[Documents], drop_last: bool = False, batch_size: int | None = 4, **keywords: Any) -> Any:
-    return midepoch.wrap(DataLoader(kind(), batch_size, drop_last=drop_last), seed=3, **keywords)
+    """As the refusal says, with ``shard=True``."""
+    return midepoch.wrap(DataLoader(kind(), batch_size, drop_last=drop_last), seed=3, shard=True, **keywords)
 
 
 def read(loader: Any, epochs: int = 2) -> list[list[Any]]:
@@ -140,8 +141,6 @@ def test_every_cut_continues_exactly(kind: type[Documents], drop_last: bool, bat
     loader = make(kind, drop_last, batch_size)
     states = [loader.state_dict() for _ in itertools.chain(loader, loader)]
     for taken, state in enumerate(states, 1):
-        if kind is Flushed and "draws=" in state["detail"]:
-            continue  # what it keeps is known at the end of its first pass: docs/guarantees.md
         resumed = make(kind, drop_last, batch_size)
         resumed.load_state_dict(state)
         rest = [batch for epoch in read(resumed, 2) for batch in epoch]
@@ -151,28 +150,19 @@ def test_every_cut_continues_exactly(kind: type[Documents], drop_last: bool, bat
         assert taken + len(rest) in ends
 
 
-def test_a_deviation_is_told_once_and_its_states_are_replayed() -> None:
-    loader = make(Documents)
-    with pytest.warns(MidepochWarning, match="Documents drew .*a resume reads the epoch again from its start") as told:
-        read(loader, 2)
-    assert len([each for each in told if each.category is MidepochWarning]) == 1
-    assert not loader.capabilities.constant_time_resume
-    assert not loader.capabilities.elastic_world
-
-
 @pytest.mark.parametrize("kind", KINDS[1:])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_where_indices_are_divided_the_error_names_shard(kind: type[Documents], workers: int) -> None:
-    """Kinds whose first samples, and whose last one, do not deviate. The trial finds some before the first batch."""
+@pytest.mark.parametrize(("workers", "ranks"), [(0, 1), (2, 1), (0, 2)])
+def test_a_deviation_is_an_error_that_names_shard(kind: type[Documents], workers: int, ranks: int) -> None:
+    """Kinds whose first samples, and whose last one, do not deviate. The first sample shows some before any batch."""
     loader = DataLoader(kind({5: 3} if kind is Own else {}), 4, num_workers=workers)
-    world = World() if workers else World(0, 2)
+    world = World(0, ranks)
     found = 0
     for seed in range(12):
         with midepoch.wrap(loader, seed=seed, world=world) as wrapped:
             try:
                 list(wrapped)
-            except (SourceError, midepoch.UnsupportedSourceError) as error:
-                assert "shard=True" in str(error) and "shard=False" in str(error)
+            except (SourceError, UnsupportedSourceError) as error:
+                assert "so its samples cannot be jumped to. Pass shard=True" in str(error)
                 found += 1
         if found == 2:
             return
@@ -302,52 +292,27 @@ def test_another_sampler_in_its_place_is_followed() -> None:
 class Remembers(IterableDataset[Any]):
     """Counts, in itself, what it reads and how often it is begun."""
 
-    def __init__(self, long: dict[int, int] | None = None) -> None:
-        self.sampler, self.long = RandomSampler(range(SIZE)), long or {}
+    def __init__(self) -> None:
+        self.sampler = RandomSampler(range(SIZE))
         self.read = self.begun = 0
         self.last: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         self.begun += 1
         for index in self.sampler:
-            for _ in range(self.long.get(index, 1)):
-                self.last = index
-                self.read += 1
-                yield index
+            self.last = index
+            self.read += 1
+            yield index
 
 
-@pytest.mark.parametrize("long", [{}, LONG])
-def test_the_dataset_is_left_as_a_plain_pass_leaves_it(long: dict[int, int]) -> None:
-    dataset, plainly = Remembers(long), Remembers(long)
+def test_the_dataset_is_left_as_a_plain_pass_leaves_it() -> None:
+    dataset, plainly = Remembers(), Remembers()
     loader = midepoch.wrap(DataLoader(dataset, 4), seed=3)
     for _ in range(3):
         read(loader, 1)
         list(DataLoader(plainly, 4))
-        again = (5, 1) if long else (0, 0)  # where it deviates, it is read again from its start up to there
-        assert (dataset.read - again[0], dataset.begun - again[1]) == (plainly.read, plainly.begun)
+        assert (dataset.read, dataset.begun) == (plainly.read, plainly.begun)
         assert type(dataset.sampler) is RandomSampler
-
-
-def _before_a_peek(loader: Any) -> tuple[dict[str, Any], Any]:
-    batches = iter(loader)
-    taken = [next(batches)]
-    while "varies" not in loader.state_dict()["detail"]:
-        state = loader.state_dict()
-        taken.append(next(batches))
-    return state, sources.plain(taken[-1])
-
-
-def test_a_state_from_before_a_deviation_is_loaded_after_it() -> None:
-    """By the same loader too, as one that goes back."""
-    loader = make(Documents, remember=1)
-    state, following = _before_a_peek(loader)
-    assert loader.state_dict(in_flight=1) == state
-    for each in (make(Documents), loader):
-        each.load_state_dict(state)
-        batches = iter(each)
-        assert sources.plain(next(batches)) == following
-        rest = [sources.plain(batch) for batch in batches]
-    assert rest == read(make(Documents), 1)[0][-len(rest) :]
 
 
 def test_another_collate_function_is_followed_at_the_next_pass() -> None:
@@ -358,10 +323,17 @@ def test_another_collate_function_is_followed_at_the_next_pass() -> None:
     assert list(loader) == [[0, 1]]
 
 
-def test_a_batch_that_what_follows_the_samplers_fills_is_given() -> None:
-    long = {5: 4}
-    loader = midepoch.wrap(DataLoader(Documents(long), SIZE + 3, drop_last=True), seed=3)
-    assert [len(batch[0]) for batch in read(loader, 1)[0]] == [SIZE + 3]
+def test_a_deviation_in_less_than_a_batch_is_seen() -> None:
+    """By itself, the source would fill one: what is dropped at the end is read, too."""
+    loader = midepoch.wrap(DataLoader(Documents({5: 4}), SIZE + 3, drop_last=True), seed=3)
+    with pytest.raises(SourceError, match=r"Documents drew 0 indices .* shard=True"):
+        list(loader)
+
+
+def test_one_without_indices_is_empty() -> None:
+    dataset = Listed(Given([]))
+    loader = midepoch.wrap(DataLoader(dataset, 4), seed=3)
+    assert (list(loader), len(loader), loader.epoch) == ([], 0, 1)
 
 
 class Unused(Documents):
@@ -369,8 +341,15 @@ class Unused(Documents):
         yield from range(SIZE)
 
 
-def test_a_missing_shard_is_refused_in_each_pass() -> None:
-    loader = midepoch.wrap(DataLoader(Unused(), 4, num_workers=2), seed=3)
+class Silent(Documents):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("kind", "why"), [(Unused, "drew no index"), (Silent, "gave no sample")])
+def test_a_first_sample_that_tells_is_refused_in_each_pass(kind: Any, why: str, workers: int) -> None:
+    loader = midepoch.wrap(DataLoader(kind(), 4, num_workers=workers), seed=3)
     for _ in range(2):
-        with pytest.raises(midepoch.UnsupportedSourceError, match="shard=True"):
+        with pytest.raises(UnsupportedSourceError, match=f"{kind.__name__} {why}.* shard=True"):
             next(iter(loader))
