@@ -31,6 +31,10 @@ _OF_CALLS = (
     "let it keep nothing from one batch to the next, and draw its numbers from python's, numpy's or torch's "
     "generators, or from midepoch.sample_generator()"
 )
+_OF_LOADS = (
+    "what it reads again has other numbers than when it was saved; put the samples themselves into the state, or make "
+    "their numbers a function of their index"
+)
 _MOST_SAMPLES = 8  # that a collate function is tried with
 
 
@@ -51,6 +55,11 @@ class Finding:
     cure: str = ""
     untried: str = ""
     unseen: tuple[str, ...] = ()
+
+    @classmethod
+    def of_load(cls, keeper: object) -> Finding:
+        """Of a source whose `load_state_dict` draws."""
+        return cls(f"load_state_dict of this {type(keeper).__name__} draws random numbers", cure=_OF_LOADS)
 
     def of_calls(self, what: str, argument: str) -> Finding:
         """The same in sentences, with a cure: of `what`, called twice for `argument`."""

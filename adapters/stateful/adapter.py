@@ -289,8 +289,7 @@ class StatefulAdapter(Adapter):
         if streams is None:
             call()
         elif streams.drawn_by(call):
-            what = f"load_state_dict of this {type(keeper).__name__} draws random numbers"
-            self._of_load = Finding(what, cure=_OF_LOADS)
+            self._of_load = Finding.of_load(keeper)
             self.note(self._of_load)
 
     def _state_of_a_copy(self) -> str:
@@ -316,12 +315,6 @@ class StatefulAdapter(Adapter):
     def current(self, iterator: Iterator[Any]) -> Any:
         """The source's current state."""
         return self.source.state_dict()
-
-
-_OF_LOADS = (
-    "what it reads again has other numbers than when it was saved; put the samples themselves into the state, or make "
-    "their numbers a function of their index"
-)
 
 
 def _is_told(part: Any) -> bool:

@@ -50,7 +50,7 @@ class LoopChanges:
         self._roots: dict[str, Any] = {}  # of the pass
         self._held: _Look | None = None  # by the readers of this epoch, of all attributes; None before the first pass
         self._by_reading: set[str] = set()
-        self._told: set[str] = set()  # of those, what moves from pass to pass
+        self._told: set[str] = set()  # what was said to move from pass to pass, or after workers had started
         self._was_loaded = False  # since the last pass
         self.since_saved = False
 
@@ -102,13 +102,25 @@ class LoopChanges:
         # that of a rank which was asked less often, would leave a change unsaid.
         if self._held:
             look = self._look()
-            alone = not getattr(self._adapter.source, "num_workers", 0)
-            self._note(_differing(self._held, look), look if alone and inside else self._held)
+            alone, moved = not getattr(self._adapter.source, "num_workers", 0), _differing(self._held, look)
+            self._note(moved, look if alone and inside else self._held)
+            if inside and not alone:
+                self._tell_of_workers(moved - self._by_reading - self._told)
         return _text_of(self._known) if self._known else ""
 
     def _note(self, moved: set[str], look: _Look) -> None:
         for path in sorted(moved - self._by_reading):
             self._known[path] = look[path]
+
+    def _tell_of_workers(self, moved: set[str]) -> None:
+        """Workers read what they were started with, and those of a resume what the loop restores."""
+        if moved:
+            self._told |= moved
+            names = ", ".join(sorted(moved)[:3])
+            warn(
+                f"{names} changed after this epoch's workers started, so samples that depend on it may differ after "
+                "a resume: change it between epochs, or share it with the workers (torch.Tensor.share_memory_)"
+            )
 
     def _believe(self, moved: set[str]) -> None:
         """An iterable, or a collate function, that remembers what it has read may give other batches in each pass."""

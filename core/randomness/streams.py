@@ -52,6 +52,8 @@ _NONE: frozenset[str] = frozenset()
 _ALL = frozenset((*NAMES, "devices", "sample"))
 """The global generators; those of devices together; and that of `sample_generator`."""
 
+_LOOKED_AT_EACH = 4  # batches at the beginning of a pass, after which a search for generators follows
+
 
 class _Current(threading.local):
     streams: Streams | None = None  # under which this thread reads
@@ -172,8 +174,7 @@ class Streams:
         self._roots = roots
         self._owned: list[OwnedGenerator] | None = None
         self._warned: set[str] = set()  # paths
-        self._later: list[OwnedGenerator] = []  # found when this pass began, or later in it, and not before
-        self._until_look = self._between_looks = 0  # batches, in a worker process
+        self._until_look = self._next_look = 0  # batches
         self._globals = GlobalGenerators()
         self._devices = DeviceGenerators() if devices else None
         self._rest_key = 0
@@ -206,8 +207,7 @@ class Streams:
         self._search(more)
         self.first = True
         if self._began:  # otherwise what has come since may be of a list that was made before the first pass
-            known = {id(each.generator) for each in before} | {each.path for each in before}
-            self._later = [each for each in self._owned or [] if not {id(each.generator), each.path} & known]
+            self._warn_of_later(_new_in(self._owned or [], before))
         self._began = True
         if rest != self._rest_key:
             self._rest_key = rest
@@ -221,8 +221,8 @@ class Streams:
         before = self._owned
         self._search(())
         if before is not None and self._owned is not None:
-            known = {id(each.generator) for each in before} | {each.path for each in before}
-            self._owned = [each for each in self._owned if {id(each.generator), each.path} & known]
+            new = _new_in(self._owned, before)
+            self._owned = [each for each in self._owned if each not in new]
 
     def made_late(self, *more: object) -> bool:
         """Whether the first batch of the pass created generators, or drew from those of a device that it started.
@@ -232,12 +232,9 @@ class Streams:
         if not self.first:
             return False
         self.first = False
-        if get_worker_info() is not None:  # which may end with the pass, and never come to the next one
-            self._until_look, self._between_looks = 2, 1
+        self._until_look, self._next_look = 1, 2
         before, late = self._owned or [], []
         self._search(more)
-        if self._later:
-            self._warn_of_later()
         if self._owned:
             known = {id(each.generator) for each in before}
             late = [each for each in self._owned if id(each.generator) not in known]
@@ -247,31 +244,25 @@ class Streams:
             self._owned = before
         return bool(late) or (self._devices is not None and self._devices.late)
 
-    def _look_again(self) -> None:
-        """Look for generators that samples have made since the last look: after the second batch, the fourth and so on.
+    def _look_again(self) -> bool:
+        """Look for generators that samples have made since the last look: after batches 2, 3, 4, 8, 16 and so on.
 
-        They are seeded from now on.
+        They are seeded from now on. Returns whether that makes the batch exact, if it is read again.
         """
-        before, later = self._owned or [], self._later
-        self._between_looks *= 2
-        self._until_look = self._between_looks
+        batch, before = self._next_look, self._owned or []
+        self._until_look = 1 if batch < _LOOKED_AT_EACH else batch
+        self._next_look += self._until_look
         self._search(())
-        if later:
-            self._warn_of_later()
-        known = {id(each.generator) for each in before} | {each.path for each in before}
-        self._later = [each for each in self._owned or [] if not {id(each.generator), each.path} & known]
-        self._owned = [*before, *self._later]
-        if self._later:
-            self._until_look = 1  # are they still there?
+        later = _new_in(self._owned or [], before)
+        self._owned = [*before, *later]
+        if batch > _LOOKED_AT_EACH:  # they may be of a batch before this one
+            self._warn_of_later(later)
+        return bool(later) and batch <= _LOOKED_AT_EACH
 
-    def _warn_of_later(self) -> None:
-        """Warn of each generator that samples made in the pass before this one, and that they still use.
-
-        Code that makes another one in each pass has seeded it itself.
-        """
-        kept = {id(each.generator) for each in self._owned or []}
-        paths = [each.path for each in self._later if id(each.generator) in kept]
-        self._later = []
+    def _warn_of_later(self, later: list[OwnedGenerator]) -> None:
+        """Warn of generators that samples have made in batches that cannot be read again."""
+        paths = [each.path for each in later if each.path not in self._warned]
+        self._warned.update(paths)
         if paths:
             warn(
                 f"a random generator ({', '.join(paths)}) was made after a pass had begun, and was not seeded in it; "
@@ -335,11 +326,13 @@ class Streams:
                 used, missed = self._leave()
                 if before and not before & used:
                     self.kept = True
-                if not (missed or (self.first and self.made_late())):
+                is_first = self.first
+                if not (missed or (is_first and self.made_late())):
+                    if is_first or notes:  # a sample that is looked at is no batch
+                        return batch
                     self._until_look -= 1
-                    if not self._until_look:
-                        self._look_again()
-                    return batch
+                    if self._until_look or not self._look_again():
+                        return batch
             if again is not None:
                 call = again()
 
@@ -486,6 +479,12 @@ class Streams:
     def __reduce__(self) -> tuple[Callable[..., Streams], tuple[object, ...]]:
         # A worker process looks for the generators of its own copy.
         return functools.partial(Streams, devices=self._devices is not None), self._roots
+
+
+def _new_in(found: list[OwnedGenerator], before: list[OwnedGenerator]) -> list[OwnedGenerator]:
+    """Those that are not known. What is made anew at a known path has been seeded by the code that makes it."""
+    known = {id(each.generator) for each in before} | {each.path for each in before}
+    return [each for each in found if not {id(each.generator), each.path} & known]
 
 
 def _start_all(starts: list[Start], key: int) -> None:

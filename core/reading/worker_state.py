@@ -7,8 +7,10 @@ each resume proves that the dataset's state leads where it says.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,11 +30,11 @@ from ..loader import promises
 from ..loader.adapter import Adapter, Facts, Options, Reach, Run, Session
 from ..loader.capabilities import Capabilities, Capability
 from ..order.keys import derive_key, extend_key
-from ..randomness.streams import Purpose
+from ..randomness.streams import Purpose, Streams
 from ..samplers import length_of
 from ..state.codec import decode, encode
 from ..state.digest import checksum_of
-from ..trying import Finding
+from ..trying import Copied, Finding, copy_of
 from ..world import World
 from .units import Start, UnitReader, Units
 from .workers import Server
@@ -88,6 +90,7 @@ class _Answer(NamedTuple):
         fresh: (state, samples read, batches read) before this batch.
         unknown: why the dataset's state before this batch, which was to be sent, is not known.
         differs: the batch before, which was read again, is another one than was given.
+        load_draws: a copy of the dataset drew when it loaded that state, which is the first one that is sent.
     """
 
     batch: Any = None
@@ -95,6 +98,7 @@ class _Answer(NamedTuple):
     fresh: tuple[str, int, int] | None = None
     unknown: str = ""
     differs: bool = False
+    load_draws: bool = False
     ended: bool = False
     idle: bool = False
 
@@ -109,6 +113,7 @@ class _Reader(UnitReader):
         self._size, self._drop_last = loader.batch_size or 1, loader.drop_last
         self._proves = proves
         self._batches = 0
+        self._copied: Copied | None = None  # as it was before it was read, until a load is tried
         self._last, self._every = 0, 1  # the batch before which a state was sent, and after how many the next one is
 
     def __call__(self, request: _Request) -> _Answer:
@@ -127,6 +132,8 @@ class _Reader(UnitReader):
         worker = get_worker_info()
         own = (request.rank, 0 if worker is None else worker.id + 1)
         start(derive_key(Purpose.OPENING, request.seed, request.epoch, *own))
+        if self._proves and not position.state and request.epoch == 0:
+            self._copied = copy_of(self.dataset)
         if position.state:
             try:
                 self.dataset.load_state_dict(decode(position.state))
@@ -144,7 +151,7 @@ class _Reader(UnitReader):
         return self._proves and bool(position.digest) and digest != position.digest
 
     def _next(self, start: Start) -> _Answer:
-        fresh, unknown = None, ""
+        fresh, unknown, load_draws = None, "", False
         if self._batches - self._last >= self._every:
             try:
                 fresh = encode(self.dataset.state_dict()), self._source.read, self._batches
@@ -152,7 +159,20 @@ class _Reader(UnitReader):
                 unknown = self._why_unknown(error)
             else:
                 self._last, self._every = self._batches, max(len(fresh[0]) // _BYTES_A_BATCH, 1)
-        return self._read_batch(start)._replace(fresh=fresh, unknown=unknown)
+                load_draws = self._load_draws(fresh[0])
+        return self._read_batch(start)._replace(fresh=fresh, unknown=unknown, load_draws=load_draws)
+
+    def _load_draws(self, state: str) -> bool:
+        """Whether a copy of the dataset draws when it loads a state; tried once."""
+        copied, self._copied = self._copied, None
+        if copied is None or copied.why:
+            return False
+        with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):  # a resume raises it
+            copy = copied.open()
+            streams = Streams(copy)
+            with streams.under(derive_key(Purpose.TRIAL)):
+                return streams.drawn_by(lambda: copy.load_state_dict(decode(state)))
+        return False
 
     def _why_unknown(self, error: Exception) -> str:
         if isinstance(error, StateError):
@@ -302,6 +322,8 @@ class _Session(Session):
                 continue
             if answer.differs:
                 self._adapter.tell_of_another_batch()
+            if answer.load_draws:
+                self._adapter.note(Finding.of_load(self._adapter.source.dataset))
             number, self._next = self._next, (self._next + 1) % len(positions)
             position = positions[number]
             self._unknown[number] = "" if answer.ended else answer.unknown

@@ -178,8 +178,7 @@ class Row(NamedTuple):
         make: the source, with these keywords for its DataLoader.
         before: what the loop does before the pass of an epoch.
         after: what it does after a batch, given the number of batches of the run so far.
-        says: what is said by the save where a resume is not exact, or by the resume if this begins with "resume: ".
-            Empty: every resume is exact, and nothing is said.
+        says: what is said by the save where a resume is not exact. Empty: every resume is exact, and nothing is said.
         here: the same without worker processes, if that is another.
         options: for `midepoch.wrap`.
     """
@@ -235,7 +234,8 @@ ROWS = {
     "set_epoch": Row(loading(Augmented), sets_the_epoch),
     "a sampler tells the epoch": Row(told_by_its_sampler),
     "a probability follows the step": Row(
-        loading(Augmented), after=follows_the_step, says="resume: dataset.p was", here=""
+        loading(Augmented), after=follows_the_step, here="",
+        says="dataset.p changed after this epoch's workers started",
     ),
     "data are renewed": Row(loading(Augmented), renews),
     "a sample reseeds": Row(loading(Reseeds), sets_the_epoch, says="two reads of sample"),
@@ -244,16 +244,13 @@ ROWS = {
     "a start that is used once": Row(loading(Augmented, StartsLater)),
     "a load that draws": Row(
         lambda **workers: DataLoader(DrawsInLoad(), batch_size=None, collate_fn=as_it_is, **workers),
-        says="resume: the state of this DrawsInLoad does not lead to the batch",
-        here="load_state_dict of this DrawsInLoad draws",
+        says="load_state_dict of this DrawsInLoad draws",
         options={"shard": False},
     ),
     "a StatefulDataLoader shuffles": Row(
         lambda **workers: StatefulDataLoader(Shuffles(), BATCH, **workers), options={"shard": False}
     ),
-    "a generator is made late": Row(
-        loading(MakesLate), sets_the_epoch, says="resume: a random generator (MakesLate.generator)"
-    ),
+    "a generator is made late": Row(loading(MakesLate), sets_the_epoch),
 }
 
 

@@ -55,9 +55,9 @@ def test_a_steady_batch_takes_few_calls() -> None:
         loader = midepoch.wrap(DataLoader(sources.Indices(4000), batch_size=4, shuffle=True), seed=1, verify=verify)
         batches = iter(loader)
         first = calls_of(lambda: next(batches))  # noqa: B023  # called at once
-        for _ in range(10):
+        for _ in range(35):
             next(batches)
-        steady = [calls_of(lambda: next(batches)) for _ in range(50)]  # noqa: B023
+        steady = [calls_of(lambda: next(batches)) for _ in range(25)]  # noqa: B023
         mean = sum(map(Counter.total, steady)) / len(steady)
         assert mean < 12.5, steady[0]
         # Commits, worlds that change and global batches of several steps cost a loader without them nothing.
@@ -134,13 +134,13 @@ def test_then_adds_few_calls_to_a_steady_batch(drawn: str) -> None:
     def steady(**options: Any) -> Counter[str]:
         loader = midepoch.wrap(DataLoader(sources.Indices(4000), batch_size=4, shuffle=True), seed=1, **options)
         batches = iter(loader)
-        for _ in range(10):
+        for _ in range(35):
             next(batches)
-        return calls_of(lambda: [next(batches) for _ in range(50)])
+        return calls_of(lambda: [next(batches) for _ in range(25)])
 
     more = steady(then=then)
     more.subtract(steady())
-    added = {name: count / 50 for name, count in more.items() if count}
+    added = {name: count / 25 for name, count in more.items() if count}
     assert added["whole_batches.py:take"] == 1
     # Keys are made for 64 batches at once.
     assert not {name for name in added if name.startswith("keys.py")}, added
