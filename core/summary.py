@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["CUT_OFF", "HERE", "changed_paths", "summarize"]
+__all__ = ["CUT_OFF", "HERE", "Known", "changed_paths", "summarize"]
 
 HERE = "#"
 """Ends a path whose value means something in this process alone: an address, a version, the length of a cache."""
@@ -63,17 +63,24 @@ _TIMES = 1.5e9, 4e9  # seconds since 1970
 _mro, _dict, _name = (type.__dict__[each].__get__ for each in ("__mro__", "__dict__", "__name__"))
 
 
-def summarize(values: dict[str, Any] | None = None, /, **roots: Any) -> dict[str, int]:
+Known = dict[str, tuple[Any, str, int]]
+"""By path, a number, text or truth value, its path in the summary, and its CRC."""
+
+
+def summarize(known: Known | None = None, /, **roots: Any) -> dict[str, int]:
     """The CRC of each number, text and truth value that the roots hold, and of their objects' types, by path.
 
     Args:
-        values: gets these numbers, texts and truth values themselves, by path.
+        known: these numbers, texts and truth values themselves. With those of an earlier call, it takes less time.
         roots: by the names that begin their paths.
     """
-    walk = _Walk({} if values is None else values)
+    known = {} if known is None else known
+    walk = _Walk(dict(known))
     for name, root in roots.items():
         walk.add(name, root, 0)
     walk.run()
+    known.clear()
+    known.update(walk.known)
     return walk.found
 
 
@@ -90,13 +97,13 @@ class _Layout(NamedTuple):
         opaque: not at all.
         own: the descriptor of their ``__dict__``, or None.
         slots: descriptors.
-        of_class: what the class itself sets.
+        classes: of the program's own, bases first: what they set themselves may change.
     """
 
     opaque: bool
     own: Any
     slots: list[Any]
-    of_class: dict[str, Any]
+    classes: list[type]
 
 
 class _Walk:
@@ -104,7 +111,7 @@ class _Walk:
 
     Attributes:
         found: the summary so far.
-        values: the numbers, texts and truth values in it.
+        known: the numbers, texts and truth values in it.
         waiting: (path, object, depth) still to be entered.
         entered: how many objects were, or what takes as long.
         read: bytes of texts and arrays.
@@ -112,14 +119,15 @@ class _Walk:
         is_cut: an object has too many attributes.
     """
 
-    def __init__(self, values: dict[str, Any]) -> None:
+    def __init__(self, before: Known) -> None:
         self.found: dict[str, int] = {}
-        self.values = values
+        self.known: Known = {}
+        self._before = before
         self.waiting: deque[tuple[str, Any, int]] = deque()
         self.entered = self.read = 0
         self.is_full = self.is_cut = False
         self._seen: set[int] = set()
-        self._layouts: dict[type, _Layout] = {}
+        self._of_class: dict[type, dict[str, Any]] = {}
 
     def run(self) -> None:
         """Enter what waits, up to the bounds."""
@@ -140,8 +148,11 @@ class _Walk:
         if kind in _SCALARS:
             if kind is str or kind is bytes:
                 self.read += min(len(value), _LONGEST_TEXT)
-            self.found[path if _is_steady(path, value) else path + HERE] = _crc(value)
-            self.values[path] = value
+            known = self._before.get(path)
+            if known is None or known[0] is not value:
+                known = value, path if _is_steady(path, value) else path + HERE, _crc(value)
+            self.known[path] = known
+            self.found[known[1]] = known[2]
         elif issubclass(kind, enum.Enum):
             self.found[path] = _crc(value._name_)
         elif issubclass(kind, _GENERATORS):
@@ -235,12 +246,17 @@ class _Walk:
         self.found[path] = crc
 
     def _attributes(self, path: str, value: Any, kind: type, depth: int) -> None:
-        layout = self._layouts.get(kind) or self._layout(kind)
+        layout = _layout(kind)
         if layout.opaque:
             return
         if not issubclass(kind, _WITHOUT_CLASS):
             self.found[path] = _crc(_name(kind))
-        attributes = layout.of_class | {slot.__name__: each for slot in layout.slots for each in _held(slot, value)}
+        if kind not in self._of_class:
+            members = itertools.chain.from_iterable(map(_first_members, layout.classes))
+            self._of_class[kind] = {name: member for name, member in members if type(member) in _SCALARS}
+        attributes = self._of_class[kind] | {
+            slot.__name__: each for slot in layout.slots for each in _held(slot, value)
+        }
         own = {} if layout.own is None else layout.own.__get__(value) or {}
         if len(own) > _MOST_ATTRIBUTES:
             self.found[path + HERE], self.is_cut = len(own), True
@@ -251,38 +267,27 @@ class _Walk:
             if name not in _LEFT_OUT and not name.startswith("__"):
                 self.add(f"{path}.{name}", attributes[name], depth)
 
-    def _layout(self, kind: type) -> _Layout:
-        classes = [(each, str(_dict(each).get("__module__", "builtins")).partition(".")[0]) for each in _mro(kind)]
-        of_library = classes[0][1] in _STANDARD or issubclass(kind, types.ModuleType)
-        # An iterator moves as it is read.
-        moves = any(module in _MAY_MOVE or "__next__" in _dict(each) for each, module in classes)
-        own: Any = None
-        slots: list[Any] = []
-        of_class: dict[str, Any] = {}
-        for each, module in reversed(classes):
-            fixed = module in _STANDARD or module == "torch"
-            its_own, its_slots, its_values = _members_of_library(each) if fixed else _members(each)
-            own, slots = its_own or own, [*slots, *its_slots]
-            of_class |= {} if fixed else its_values
-        layout = _Layout(kind not in _ENTERED and (of_library or moves), own, slots, of_class)
-        self._layouts[kind] = layout
-        return layout
+
+@functools.lru_cache(maxsize=4096)
+def _layout(kind: type) -> _Layout:
+    classes = [(each, str(_dict(each).get("__module__", "builtins")).partition(".")[0]) for each in _mro(kind)]
+    of_library = classes[0][1] in _STANDARD or issubclass(kind, types.ModuleType)
+    # An iterator moves as it is read.
+    moves = any(module in _MAY_MOVE or "__next__" in _dict(each) for each, module in classes)
+    own, slots, programs = None, [], []
+    for each, module in reversed(classes):
+        for name, member in _first_members(each):
+            if name == "__dict__" and type(member) in (types.GetSetDescriptorType, types.MemberDescriptorType):
+                own = member
+            elif type(member) is types.MemberDescriptorType:
+                slots.append(member)
+        if module not in _STANDARD and module != "torch":
+            programs.append(each)
+    return _Layout(kind not in _ENTERED and (of_library or moves), own, slots, programs)
 
 
-def _members(kind: type) -> tuple[Any, list[Any], dict[str, Any]]:
-    """What a class defines itself, as a `_Layout` has it: own, slots, of_class."""
-    own, slots, values = None, [], {}
-    for name, member in itertools.islice(_dict(kind).items(), _MOST_ATTRIBUTES):
-        if name == "__dict__" and type(member) in (types.GetSetDescriptorType, types.MemberDescriptorType):
-            own = member
-        elif type(member) is types.MemberDescriptorType:
-            slots.append(member)
-        elif type(member) in _SCALARS:
-            values[name] = member
-    return own, slots, values
-
-
-_members_of_library = functools.cache(_members)  # torch.Tensor has hundreds, and no loop changes them
+def _first_members(kind: type) -> Iterator[tuple[str, Any]]:
+    return itertools.islice(_dict(kind).items(), _MOST_ATTRIBUTES)
 
 
 def _held(descriptor: Any, holder: Any) -> Iterator[Any]:

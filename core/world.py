@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -215,13 +215,11 @@ class Share:
             share = max(0, min(share, rest - first))
         return first, share
 
-    def _delivers(self, share: int) -> bool:
-        return share == self.batch_size or (share > 0 and not self.drop_last)
-
     @functools.cached_property
     def steps(self) -> int:
         """This rank's batches."""
-        return self.full_steps + self._delivers(self._rest()[1])
+        last = self._rest()[1]
+        return self.full_steps + (last == self.batch_size or (last > 0 and not self.drop_last))
 
     @functools.cached_property
     def global_steps(self) -> int:
@@ -231,8 +229,7 @@ class Share:
         """
         if self.tail != "uneven":
             return self.steps + self.fails
-        rest = (self.size - self.start) % self.global_batch
-        return self.full_steps + self._delivers(-(-rest // self.world.world_size)) + self.fails
+        return replace(self, world=World(0, self.world.world_size)).steps + self.fails
 
     def span(self, step: int) -> tuple[int, int]:
         """Positions [start, stop) of this rank's batch at `step`, counted from 0.

@@ -165,17 +165,17 @@ class MapDataLoaderAdapter(Adapter):
             return
         if place.epoch != self._opened or not place.position:  # an epoch that goes on has the order that it began with
             self._follow()
-        order, key = self._order, self._listed_under(seed)
+        order = self._order
         if why == "measured":
             if isinstance(order, MaterializedOrder):
-                order.length(key, place.epoch)
+                order.length(self._listed_under(seed), place.epoch)
             return
         if self.source.collate_fn is not self._collate:
             self._server.close()  # workers that are kept have the other one
             self._reader = self._make_reader()
             self.learned()
         if isinstance(order, MaterializedOrder):
-            order.begin(key, place.epoch)
+            order.begin(self._listed_under(seed), place.epoch)
             self.note(order.finding)
         self._opened = place.epoch
 

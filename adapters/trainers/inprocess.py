@@ -79,13 +79,13 @@ def _feed(call: CallWrapper, loader: Loader, world: World | None) -> None:
             "where some ranks get the same batches, pass their world to feed at each start"
         )
     if call.iteration:
-        part.begin_again(
+        part.progress.begin_again(
             RestartAbort,
             f"the wrapped function was started again (restart {call.iteration}), so the weights went back, but this "
             "loader did not: call loader.load_state_dict with the state that was saved with these weights, or "
             "loader.seek(epoch=0) if they begin anew",
         )
-    if part.world != now:
+    if found.world != now:
         found.reshard(now)
     wrapper = call.wrapper
     if not isinstance(wrapper.finalize, _End):

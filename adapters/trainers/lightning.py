@@ -450,8 +450,8 @@ class _CountedLoader:
 
     def is_split_like(self, state: State) -> bool:
         """Whether the world and the batch size are those of a state, so that the batches are the same."""
-        part = Part("", self._loader)
-        return (part.world.world_size, part.adapter.facts.batch_size) == (state["world_size"], state["batch_size"])
+        facts = Part("", self._loader).adapter.facts
+        return (self._loader.world.world_size, facts.batch_size) == (state["world_size"], state["batch_size"])
 
     def state(self, in_flight: int, ended: bool) -> tuple[State | None, int]:
         """A state for every rank; that of the next epoch's beginning if this epoch has ended.

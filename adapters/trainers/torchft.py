@@ -81,7 +81,7 @@ class Feed:
         if private.is_fed(manager):
             raise MidepochError("feed was called for this Manager before: call it once, and loop over what it returned")
         self.loader, self._manager, self._part = loader, manager, Part("of torchft", loader)
-        self._group = self._part.world
+        self._group = self._part.loader.world
         if (tail := self._part.adapter.tail_in_use) != "uneven":
             raise ValueError(
                 f"the loader has tail={tail!r}, so that some samples would be trained on twice or not at "

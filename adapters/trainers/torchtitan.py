@@ -14,7 +14,6 @@ except ModuleNotFoundError:  # up to 0.3
 from midepoch.errors import StateError
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
-from midepoch.loader.part import Part
 from midepoch.state.format import State
 from midepoch.state.parts import is_rank_independent
 from midepoch.world import World
@@ -72,7 +71,7 @@ def _made(make: Callable[..., Any], world: World, keywords: dict[str, Any]) -> L
             f"feed's function must return a wrapped loader, but returned a {type(made).__name__}: "
             "return midepoch.wrap(loader, world=world)"
         )
-    divides = Part("", loader).world
+    divides = loader.world
     if (divides.rank, divides.world_size) != (world.rank, world.world_size):
         raise ValueError(
             "the loader that feed's function returned does not divide its data over torchtitan's data ranks: "

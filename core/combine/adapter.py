@@ -19,7 +19,7 @@ from ..state.parts import parts_in, unseal_detail
 from ..world import Share, World
 from .draws import Draws, Until
 from .standings import Standings
-from .steps import Mixture, OneAtATime, Together
+from .steps import OneAtATime, Together
 
 __all__ = ["CombinedAdapter", "Mode", "names_and_parts"]
 
@@ -43,6 +43,7 @@ class CombinedAdapter(Adapter):
     """Several loaders as one source. Its unit is a step of all ranks."""
 
     name: ClassVar[str] = "combined"
+    facts = Facts("step")
     reach = Reach.EPOCHS  # within an epoch, the parts' places follow only from reading
 
     def __init__(self, source: Any, options: Options) -> None:
@@ -55,7 +56,7 @@ class CombinedAdapter(Adapter):
                     f"part {part.name} has global_batch={together}, and a combination counts single batches: "
                     "wrap it without, and accumulate over the combination's batches"
                 )
-            if not part.remembers:
+            if not (part.adapter.facts.remembers or part.context.options.remember):
                 raise UnsupportedSourceError(
                     f"part {part.name} keeps its own state, and a combination asks for those before its last batches. "
                     "Wrap it with remember=1, or with as many as in_flight may be: midepoch.wrap(source, remember=1)"
@@ -63,7 +64,6 @@ class CombinedAdapter(Adapter):
             if part.loader.skipped or part.context.done:
                 raise UnsupportedSourceError(f"part {part.name} skips, and a combination cannot: wrap it anew")
             part.context.is_part = True
-        self.facts = Facts("step")
         self.mode: Mode = options.settings["mode"]
         self.until: Until = options.settings["until"]
         self.steps: int | None = options.settings["steps"]
@@ -110,7 +110,7 @@ class CombinedAdapter(Adapter):
             ended = [False] * len(self.members)
             bases = standings.bases
             if standings.at[0] != epoch:  # parts in the middle of an epoch will leave it
-                bases = [part.epoch + (part.position > 0) for part in self.members]
+                bases = [part.next_epoch for part in self.members]
             lefts = [part.length(base) for part, base in zip(self.members, bases, strict=True)]
         else:
             ended = [standings.has_ended(number) for number in range(len(self.members))]
@@ -123,7 +123,7 @@ class CombinedAdapter(Adapter):
 
     def _check_world(self, world: World) -> None:
         for part in self.members:
-            theirs = part.world
+            theirs = part.loader.world
             if (theirs.rank, theirs.world_size) != (world.rank, world.world_size):
                 raise MidepochError(
                     f"part {part.name} is rank {theirs.rank} of {theirs.world_size}, but the combination is rank "
@@ -220,27 +220,25 @@ class CombinedAdapter(Adapter):
         if not here.detail and there == here[:2]:
             return self.upcoming(epoch)
         standings = Standings.read(here.detail or self.upcoming(here.epoch), len(self.members))
-        states = []
-        for part, base, state in zip(self.members, standings.bases, standings.states, strict=True):
-            if epoch == here.epoch + 1:
-                states.append(self._moved_on(part, state))
-            else:
-                states.append(self._moved_on(part, state, base if epoch == here.epoch else epoch))
+        of_parts: list[int | None] = [*standings.bases] if epoch == here.epoch else [epoch] * len(self.members)
+        if epoch == here.epoch + 1:
+            of_parts = [None] * len(self.members)
+        states = list(map(self._moved_on, self.members, standings.states, of_parts))
         return Standings.beginning(epoch, states).as_text()
 
     # --- sessions ---
 
     def open(self, run: Run) -> Session:
         """Steps from the position on."""
-        standings = Standings.read(run.detail, len(self.members))
-        mixture = Mixture(self.members, standings, self.cycles, self.upcoming)
-        if self.mode in ("sequential", "weighted"):
-            draws = Draws(run.seed, run.epoch, self.weights) if self.mode == "weighted" else None
-            labels = self.keys if self.options.settings["labelled"] else None
-            return OneAtATime(mixture, run, draws, self.weights, self.until, self.steps, labels)
-        return Together(mixture, run, self.mode == "min_size", self.packing())
+        mixture = self.members, Standings.read(run.detail, len(self.members)), self.cycles, self.upcoming, run
+        if self.mode not in ("sequential", "weighted"):
+            return Together(*mixture, shortest=self.mode == "min_size", pack=self.packing())
+        draws = Draws(run.seed, run.epoch, self.weights) if self.mode == "weighted" else None
+        labels = self.keys if self.options.settings["labelled"] else None
+        weights, until, steps = self.weights, self.until, self.steps
+        return OneAtATime(*mixture, draws=draws, weights=weights, until=until, steps=steps, labels=labels)
 
     def close(self) -> None:
         """Close the parts."""
         for part in self.members:
-            part.close()
+            part.loader.close()

@@ -12,7 +12,7 @@ from ..state.format import State
 from .draws import DRAWN_TOGETHER, Draws, Until
 from .standings import Standings
 
-__all__ = ["Mixture", "OneAtATime", "Together"]
+__all__ = ["OneAtATime", "Together"]
 
 
 class _Bookmark(NamedTuple):
@@ -24,7 +24,7 @@ class _Bookmark(NamedTuple):
     leaving: int
 
 
-class Mixture:
+class _Mixture(Session):
     """The parts during one epoch of the combination: how far they are, and which have ended.
 
     Args:
@@ -32,62 +32,67 @@ class Mixture:
         standings: their places at first.
         cycles: a part that ends begins its next epoch.
         upcoming: the detail at the beginning of an epoch of the combination.
-
-    Attributes:
-        ended: bits of the parts that have ended in this epoch.
-        leaving: the states of parts that begin their next epoch when they are next read.
+        run: where to begin.
     """
 
     def __init__(
-        self, parts: Sequence[Part], standings: Standings, cycles: bool, upcoming: Callable[[int], str]
+        self, parts: Sequence[Part], standings: Standings, cycles: bool, upcoming: Callable[[int], str], run: Run
     ) -> None:
-        self.parts, self.cycles, self.upcoming = parts, cycles, upcoming
-        self._bases, self.ended = standings.bases, standings.ended
-        self.leaving: dict[int, State] = {}
+        self._parts, self._cycles, self._upcoming = parts, cycles, upcoming
+        self._epoch, self._step = run.epoch, run.position
+        self._bases, self._noted = standings.bases, standings.ended  # bits of parts that were seen to end
+        self._leaving: dict[int, State] = {}  # of parts that begin their next epoch when they are next read
         self._began: dict[int, int] = {}  # the epochs in which parts have begun again
         for number, (part, state) in enumerate(zip(parts, standings.states, strict=True)):
             part.go_to(state)
             if standings.leaving >> number & 1:
-                self.leaving[number] = state
+                self._leaving[number] = state
+        self._ended = [self._has_ended(number, part) for number, part in enumerate(parts)]
 
     def left(self, number: int) -> int | None:
         """Batches left in a part's epoch; None if unknown."""
-        part = self.parts[number]
-        return part.length(part.epoch + (part.position > 0)) if number in self.leaving else part.left()
+        part = self._parts[number]
+        return part.length(part.next_epoch) if number in self._leaving else part.progress.steps_left()
 
-    def has_ended(self, number: int) -> bool:
+    def _has_ended(self, number: int, part: Part) -> bool:
         """Whether a part has ended in this epoch, or has nothing left."""
-        part, ended = self.parts[number], bool(self.ended >> number & 1)
+        noted = bool(self._noted >> number & 1)
         if part.pending:  # the loader is one batch ahead
-            return ended or part.state()["epoch"] > self._bases[number]
-        return ended or part.epoch > self._bases[number] or self.left(number) == 0
+            return noted or part.state()["epoch"] > self._bases[number]
+        return noted or part.loader.epoch > self._bases[number] or self.left(number) == 0
+
+    def note_end(self, number: int) -> None:
+        """A part has no more batches in its epoch."""
+        self._ended[number] = True
+        self._noted |= 1 << number
 
     def begin_again(self, number: int) -> None:
         """Let a part that has ended begin its next epoch when it is next read.
 
         Deferred, because the epoch may end first, or a state of an earlier batch may be requested.
         """
-        part = self.parts[number]
-        following = part.epoch + (part.position > 0)
-        if (self._began.get(number) == part.epoch and part.position == 0) or part.length(following) == 0:
+        part = self._parts[number]
+        following = part.next_epoch
+        if self._began.get(number) == following == part.loader.epoch or part.length(following) == 0:
             raise SourceError(
                 f"part {part.name} has no batches, so it cannot start again: leave it out, or give it data"
             )
-        if part.position:
-            self.leaving[number] = part.state()
+        if part.loader.position:
+            self._leaving[number] = part.state()
         else:
             part.begin_epoch()
         self._began[number] = following
 
     def advance_of(self, number: int, over: bool) -> Callable[[], Any]:
         """A function that returns a part's next batch, or raises StopIteration. `over`: the part has ended once."""
-        part, leaving = self.parts[number], self.leaving
+        part, leaving = self._parts[number], self._leaving
         prepare: Callable[[], Any] = part.begin_epoch
         if number not in leaving:
-            if over or part.pending or part.is_open or part.position == 0 or part.left() is not None:
+            at_end = not (over or part.pending or part.progress.has_session) and part.loader.position > 0
+            if not at_end or part.progress.steps_left() is not None:
                 return part.following()
             # A loaded state may be at the end of an epoch of unknown length. The loader alone would continue.
-            prepare = part.peek
+            prepare = part.loader.peek
         begun: Callable[[], Any] | None = None
 
         def advance() -> Any:
@@ -103,66 +108,46 @@ class Mixture:
 
         return advance
 
-    def bookmark(self, step: int) -> _Bookmark:
-        """Where the parts stand now."""
-        leaving = sum(1 << number for number in self.leaving) if self.leaving else 0
-        return _Bookmark(step, tuple([part.taken for part in self.parts]), self.ended, leaving)
-
-    def standings(self, epoch: int, bookmark: _Bookmark) -> Standings:
-        """The parts' places at a bookmark. Raises StateError if a part does not know it any more."""
-        states = []
-        for number, (part, taken) in enumerate(zip(self.parts, bookmark.taken, strict=True)):
-            since = part.taken - taken
-            kept = None if since else self.leaving.get(number)
-            states.append(part.state(since) if kept is None else kept)
-        return Standings((epoch, bookmark.step), self._bases, bookmark.ended, bookmark.leaving, states)
-
-
-class _CombinedSession(Session):
-    """A session that hands out the steps of a mixture."""
-
-    def __init__(self, mixture: Mixture, run: Run) -> None:
-        self._mixture, self._epoch, self._step = mixture, run.epoch, run.position
-        self._ended = [mixture.has_ended(number) for number in range(len(mixture.parts))]
-
-    def _note_end(self, number: int) -> None:
-        self._ended[number] = True
-        self._mixture.ended |= 1 << number
-
     def bookmark(self) -> _Bookmark:
         """Where the parts stand."""
-        return self._mixture.bookmark(self._step)
+        leaving = sum(1 << number for number in self._leaving) if self._leaving else 0
+        return _Bookmark(self._step, tuple([part.taken for part in self._parts]), self._noted, leaving)
 
     def detail(self, bookmark: _Bookmark) -> str:
-        """The parts' states at the bookmark."""
-        return self._mixture.standings(self._epoch, bookmark).as_text()
+        """The parts' states at the bookmark. Raises StateError if a part does not know it any more."""
+        states = []
+        for number, (part, taken) in enumerate(zip(self._parts, bookmark.taken, strict=True)):
+            since = part.taken - taken
+            kept = None if since else self._leaving.get(number)
+            states.append(part.state(since) if kept is None else kept)
+        at = (self._epoch, bookmark.step)
+        return Standings(at, self._bases, bookmark.ended, bookmark.leaving, states).as_text()
 
     def next_epoch_detail(self) -> str:
         """The parts at the beginning of the next epoch."""
-        return self._mixture.upcoming(self._epoch + 1)
+        return self._upcoming(self._epoch + 1)
 
 
-class Together(_CombinedSession):
+class Together(_Mixture):
     """A batch of every part at each step.
 
     Args:
-        mixture: the parts.
-        run: where to begin.
+        mixture: the arguments of `_Mixture`.
         shortest: the epoch ends when the first part ends.
         pack: brings the parts' batches into the form in which the parts were given.
     """
 
-    def __init__(self, mixture: Mixture, run: Run, shortest: bool, pack: Callable[[list[Any]], Any]) -> None:
-        super().__init__(mixture, run)
+    def __init__(self, *mixture: Any, shortest: bool, pack: Callable[[list[Any]], Any]) -> None:
+        super().__init__(*mixture)
         self._shortest, self._pack = shortest, pack
-        self._blank: list[Any] = [None] * len(mixture.parts)
+        self._blank: list[Any] = [None] * len(self._parts)
         self._arrange()
 
     def _arrange(self) -> None:
         """Decide which parts a step reads."""
-        mixture, parts = self._mixture, self._mixture.parts
-        reading = [n for n in range(len(parts)) if mixture.cycles or not self._ended[n]]
-        self._advances = [(n, parts[n], mixture.advance_of(n, self._ended[n])) for n in reading]
+        parts = self._parts
+        reading = [n for n in range(len(parts)) if self._cycles or not self._ended[n]]
+        self._advances = [(n, parts[n], self.advance_of(n, self._ended[n])) for n in reading]
         if any(self._ended) if self._shortest else all(self._ended):
             self._advances = [(-1, parts[0], _raise_stop)]
 
@@ -182,25 +167,21 @@ class Together(_CombinedSession):
                     part.pending.append(values[before])
                 if not isinstance(error, StopIteration) or number < 0:
                     raise error
-                self._go_on_without(number)
+                self.note_end(number)
+                if self._cycles and not all(self._ended):
+                    self.begin_again(number)
+                self._arrange()
         for _, part, _ in self._advances:
             part.taken += 1
         self._step += 1
         return self._pack(values)
 
-    def _go_on_without(self, number: int) -> None:
-        self._note_end(number)
-        if self._mixture.cycles and not all(self._ended):
-            self._mixture.begin_again(number)
-        self._arrange()
 
-
-class OneAtATime(_CombinedSession):
+class OneAtATime(_Mixture):
     """The batch of one part at each step.
 
     Args:
-        mixture: the parts.
-        run: where to begin.
+        mixture: the arguments of `_Mixture`.
         draws: which part at which step; None for one part after the other.
         weights: of the parts; those with weight 0 do not keep the epoch open.
         until: what ends the epoch, if `steps` is None.
@@ -210,19 +191,18 @@ class OneAtATime(_CombinedSession):
 
     def __init__(
         self,
-        mixture: Mixture,
-        run: Run,
+        *mixture: Any,
         draws: Draws | None,
         weights: Sequence[float],
         until: Until,
         steps: int | None,
         labels: Sequence[Any] | None,
     ) -> None:
-        super().__init__(mixture, run)
+        super().__init__(*mixture)
         self._draws, self._weights, self._until, self._steps, self._labels = draws, weights, until, steps, labels
-        numbers = range(len(mixture.parts))
-        self._left = [mixture.left(n) if mixture.cycles or not self._ended[n] else None for n in numbers]
-        self._advances = [mixture.advance_of(n, self._ended[n]) for n in numbers]
+        ended = list(enumerate(self._ended))
+        self._left = [self.left(number) if self._cycles or not over else None for number, over in ended]
+        self._advances = [self.advance_of(number, over) for number, over in ended]
         self._choices: list[int] = []
         self._chosen = 0  # the number of choices used
         for number, left in enumerate(self._left):
@@ -241,7 +221,7 @@ class OneAtATime(_CombinedSession):
                 self._end(number)
                 continue
             break
-        self._mixture.parts[number].taken += 1
+        self._parts[number].taken += 1
         self._chosen += 1
         self._step += 1
         left = self._left[number]
@@ -254,7 +234,7 @@ class OneAtATime(_CombinedSession):
     def _choose(self) -> None:
         """Choose parts from this step on. Raises StopIteration if the epoch is over."""
         ended = self._ended
-        alive = [number for number, over in enumerate(ended) if self._mixture.cycles or not over]
+        alive = [number for number, over in enumerate(ended) if self._cycles or not over]
         self._chosen = 0
         if self._draws is None:
             self._choices = alive[:1] * DRAWN_TOGETHER
@@ -271,13 +251,12 @@ class OneAtATime(_CombinedSession):
 
     def _end(self, number: int) -> None:
         """Handle a part that has no more batches in its epoch."""
-        mixture = self._mixture
         self._choices, self._chosen = [], 0
-        self._note_end(number)
-        if mixture.cycles:
-            mixture.begin_again(number)
-            self._advances[number] = mixture.advance_of(number, True)
-            self._left[number] = mixture.left(number)
+        self.note_end(number)
+        if self._cycles:
+            self.begin_again(number)
+            self._advances[number] = self.advance_of(number, True)
+            self._left[number] = self.left(number)
 
 
 def _raise_stop() -> NoReturn:

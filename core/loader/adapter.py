@@ -350,12 +350,6 @@ class Adapter(ABC):
 
     # --- what follows, for all of them ---
 
-    @final
-    def session(self, run: Run) -> Session:
-        """A session of the object around the source, if there is one; otherwise of the source itself."""
-        session = self.open(run)
-        return session if self.around is None else self.around.session(session, run, self)
-
     def _share_of(self, size: int, position: int, world: World) -> Share:
         start, world, together = min(position, size), self.sharing(world), self.options.global_batch
         facts = self.facts

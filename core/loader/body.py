@@ -17,8 +17,10 @@ first batch to its end on one clock, which ticks when a pass begins, takes a bat
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -143,10 +145,7 @@ class Body:
         alone: bool = False,
     ) -> None:
         self.loaders, self.left, self.alone = loaders, left, alone
-        resumed = Record() if resumed is None else resumed
-        self.kept = replace(
-            resumed, empty={**resumed.empty}, open=[*resumed.open], left=[*resumed.left], ahead=[*resumed.ahead]
-        )
+        self.kept = Record() if resumed is None else copy.deepcopy(resumed)
         self.dropped: set[str] = set() if before is None else before.dropped
         self.clock, self.steps = 0, ((0, 0), (0, 0))
         self.intervals: list[Interval] = []
@@ -319,24 +318,33 @@ class Body:
         return not in_flight or self.lead is None
 
     def record(self, interrupted: bool = False) -> Record:
-        """Of a snapshot that is saved now. `interrupted`: passes that were left with the body continue in the next."""
+        """By rules 3 and 4, of a snapshot that is saved now.
+
+        `interrupted`: passes that were left with the body continue in the next.
+        """
         kept, intervals = self.kept, self.intervals
         if interrupted:
             happened = [max(each.began, each.took, (each.ended or 0) * each.exhausted) for each in intervals]
             latest = max([self.steps[1][0], *happened])
             freed = [each for each in intervals if not each.exhausted and (each.ended or 0) > latest]
             intervals = [replace(each, ended=None) if each in freed else each for each in intervals]
-        found = record_of(intervals)
-        found.lead = found.lead if kept.lead is None else kept.lead
-        for name, count in kept.empty.items():
-            if count:
-                found.empty[name] = found.empty.get(name, 0) + count
-        found.open = sorted({*found.open, *kept.open})
-        found.within = sorted({*found.within, *kept.rests} - {found.lead})
-        found.left = sorted({*self._names, *kept.left} - {*found.open})
-        found.ahead = sorted(kept.ahead)
-        found.unknown = kept.unknown or unknown_from(self.intervals, leads_of(self.intervals), self.steps[1][0], 0)
-        return found
+        leads = leads_of(intervals)
+        lead = lead_of(leads)
+        empty = Counter({name: count for name, count in kept.empty.items() if count})
+        empty.update(each.name for each in leads if each is not lead)
+        going_on = [each for each in intervals if each.ended is None or each is lead]
+        opened = {*(each.name for each in going_on), *kept.open}
+        inner = [] if lead is None else [each for each in going_on if not each.older and each.began > lead.began]
+        name = lead.name if kept.lead is None and lead is not None else kept.lead
+        return Record(
+            dict(empty),
+            sorted(opened),
+            sorted({*self._names, *kept.left} - opened),
+            name,
+            sorted({*(each.name for each in inner), *kept.rests} - {name}),
+            sorted(kept.ahead),
+            kept.unknown or unknown_from(self.intervals, leads_of(self.intervals), self.steps[1][0], 0),
+        )
 
 
 def leads_of(intervals: Sequence[Interval]) -> list[Interval]:
@@ -351,22 +359,6 @@ def leads_of(intervals: Sequence[Interval]) -> list[Interval]:
 def lead_of(leads: Sequence[Interval]) -> Interval | None:
     """The one that lives."""
     return leads[-1] if leads and math.isinf(leads[-1].life) else None
-
-
-def record_of(intervals: Sequence[Interval]) -> Record:
-    """The record as it is now, by rules 3 and 4."""
-    leads = leads_of(intervals)
-    lead = lead_of(leads)
-    record = Record(lead=None if lead is None else lead.name)
-    for each in leads:
-        if each is not lead:
-            record.empty[each.name] = record.empty.get(each.name, 0) + 1
-    for each in intervals:
-        if each.ended is None or each is lead:
-            record.open.append(each.name)
-            if lead is not None and each is not lead and not each.older and each.began > lead.began:
-                record.within.append(each.name)
-    return record
 
 
 def unknown_from(intervals: Sequence[Interval], leads: Sequence[Interval], previous: int, in_flight: int) -> str:

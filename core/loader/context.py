@@ -11,7 +11,7 @@ from ..randomness.streams import process_seed
 from ..world import Share, World, warn_of_mesh
 from .adapter import Adapter, Options, Run, Session
 from .tickets import Tickets
-from .whole_batches import Then
+from .whole_batches import Then, WholeBatches
 
 __all__ = ["RunContext"]
 
@@ -122,9 +122,12 @@ class RunContext:
 
     def session(self, run: Run) -> Session:
         """Open a session. The seed and the world are kept."""
-        session = self.adapter.session(run)
+        adapter = self.adapter
+        session = adapter.open(run)
+        if adapter.around is not None:
+            session = adapter.around.session(session, run, adapter)
         if self._then is not None:
-            session = self._then.around(session, run, self.adapter)
+            session = WholeBatches(self._then, session, run, adapter)
         self._seed, self.last = run.seed, run.world
         return session
 

@@ -50,12 +50,6 @@ class Loader(Generic[Batch]):
 
     Iterate it as often as you like; each pass is one epoch. Not thread-safe: one thread iterates and saves. A type
     checker knows the batches of a ``Loader[Tensor]``; `wrap` returns a ``Loader[Any]``, which fits any annotation.
-
-    Attributes:
-        source: the object that was wrapped.
-        epoch: the epoch of the next batch, counted from 0.
-        position: units (samples, or batches if these have no constant size) that all ranks together have received in
-            this epoch.
     """
 
     def __init__(self, adapter: Adapter, options: Options) -> None:
@@ -109,12 +103,12 @@ class Loader(Generic[Batch]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch."""
+        """The epoch of the next batch, counted from 0."""
         return self._progress.epoch
 
     @property
     def position(self) -> int:
-        """Units of this epoch that all ranks together have received."""
+        """Units of this epoch that all ranks together have received: samples, or batches of no constant size."""
         return self._progress.position
 
     @property
@@ -124,7 +118,7 @@ class Loader(Generic[Batch]):
         Raises:
             MidepochError: the source drew its own seed, and other ranks may have drawn others.
         """
-        return self._context.seed(self._context.world())
+        return self._context.seed(self.world)
 
     @property
     def world(self) -> World:
@@ -182,8 +176,8 @@ class Loader(Generic[Batch]):
         )
 
     def _samples(self) -> int:
-        world = self._context.world()
-        size = self._adapter.size(self._context.seed(world), self.epoch, world) if self.unit == "sample" else None
+        world = self.world
+        size = self._adapter.size(self.seed, self.epoch, world) if self.unit == "sample" else None
         if size is None:
             raise self._no_length("its number of samples is unknown; use loader.unit and loader.position")
         return Share(size, 0, 1, self._adapter.sharing(world), self._adapter.tail_in_use, False).steps
@@ -195,9 +189,9 @@ class Loader(Generic[Batch]):
         """For notebooks: where it stands, and what it promises. Reads no data."""
         size, ranks = None, ""
         with contextlib.suppress(MidepochError):  # a world that is half set, or several ranks whose seed is not known
-            world = self._context.world()
+            world = self.world
             ranks = "" if world.world_size == 1 else f", rank {world.rank} of {world.world_size}"
-            size = self._adapter.size(self._context.seed(world), self.epoch, world)
+            size = self._adapter.size(self.seed, self.epoch, world)
         unit = "samples" if self.unit == "sample" else "batches"
         of = "" if size is None else f" of {size:,} ({self.position / max(size, 1):.1%})"
         title = f"midepoch {self._adapter.name} loader: epoch {self.epoch}, {self.position:,}{of} {unit}"
@@ -350,10 +344,10 @@ class Loader(Generic[Batch]):
         for name, value in (("epoch", epoch), ("position", position)):
             if type(value) is not int or value < 0:
                 raise ValueError(f"{name} must be an int of at least 0, got {value!r}")
-        world = self._context.world()
+        size = None
         if position:
-            self._adapter.prepare(Place(epoch, position), self._context.seed(world), "measured")
-        size = self._adapter.size(self._context.seed(world), epoch, world) if position else None
+            self._adapter.prepare(Place(epoch, position), self.seed, "measured")
+            size = self._adapter.size(self.seed, epoch, self.world)
         if size is not None and position > size:
             raise ValueError(f"position must be at most the epoch's size {size}, got {position}")
         ends = self._progress.is_at_end and (epoch, position) == (self.epoch + 1, 0)  # where the source has led already
@@ -362,10 +356,9 @@ class Loader(Generic[Batch]):
             raise StateError("within an epoch, only states lead to a place of this source: load one, or seek an epoch")
         if reach is Reach.STATES and not ends:
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
-        if size and position == size:
-            self._progress.move(self._progress.place_at(epoch + 1, 0).before(size))
-        else:
-            self._progress.move(self._progress.place_at(epoch, position))
+        at_end = size is not None and position == size
+        place = self._progress.place_at(*((epoch + 1, 0) if at_end else (epoch, position)))
+        self._progress.move(place.before(position) if at_end else place)
         self._ahead = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -433,8 +426,7 @@ class Loader(Generic[Batch]):
             raise UnsupportedSourceError("skip: a part of a combination cannot skip; wrap its source by itself")
         if not (can := self.capabilities.skips):
             raise UnsupportedSourceError(f"skip: {can.reason}; let the dataset leave samples out instead")
-        world, progress = self._context.world(), self._progress
-        size = self._adapter.size(self._context.seed(world), epoch, world)
+        progress, size = self._progress, self._adapter.size(self.seed, epoch, self.world)
         if not 0 <= start < stop or (size is not None and stop > size):
             raise ValueError(f"skip({start}, {stop}): give a range of at least one position, within [0, {size}]")
         if epoch < self.epoch or (epoch == self.epoch and progress.is_at_end):

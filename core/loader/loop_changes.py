@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from ..errors import StateCorruptError, warn
 from ..state.format import LONGEST_CHANGED
-from ..summary import CUT_OFF, HERE, summarize
+from ..summary import CUT_OFF, HERE, Known, summarize
 from ..trying import Finding
 from .adapter import Adapter
 
@@ -48,6 +48,9 @@ class LoopChanges:
         self._known: _Look = {}  # as the readers had it
         self._expected: _Look = {}  # of a loaded state, until a pass begins
         self._roots: dict[str, Any] = {}  # of the pass
+        self._summary: dict[str, int] = {}  # at the latest look, and that look
+        self._latest: _Look = {}
+        self._values: Known = {}
         self._held: _Look | None = None  # by the readers of this epoch, of all attributes; None before the first pass
         self._by_reading: set[str] = set()
         self._told: set[str] = set()  # what was said to move from pass to pass, or after workers had started
@@ -100,8 +103,7 @@ class LoopChanges:
         """
         # At each state, though it takes longer than the rest of it: a state that says less than an earlier one, or than
         # that of a rank which was asked less often, would leave a change unsaid.
-        if self._held:
-            look = self._look()
+        if self._held and (look := self._look()) is not self._held:
             alone, moved = not getattr(self._adapter.source, "num_workers", 0), _differing(self._held, look)
             self._note(moved, look if alone and inside else self._held)
             if inside and not alone:
@@ -144,13 +146,15 @@ class LoopChanges:
         return roots
 
     def _look(self) -> _Look:
-        values: dict[str, Any] = {}
-        found = summarize(values, **self._roots) if self._roots else {}
-        return {
-            path: _short(values.get(path), crc)
-            for path, crc in found.items()
-            if not path.endswith(HERE) and path != CUT_OFF and _OF_CALLERS not in path
-        }
+        summary = summarize(self._values, **self._roots) if self._roots else {}
+        if summary != self._summary:
+            self._summary = summary
+            self._latest = {
+                path: _short(self._values[path][0] if path in self._values else None, crc)
+                for path, crc in summary.items()
+                if not path.endswith(HERE) and path != CUT_OFF and _OF_CALLERS not in path
+            }
+        return self._latest
 
     def _warn(self, expected: _Look, look: _Look) -> None:
         differing = [

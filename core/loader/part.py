@@ -37,11 +37,6 @@ class Part:
         self._pass: Iterator[Any] = iter(loader)
 
     @property
-    def remembers(self) -> bool:
-        """Whether it still knows its state of some batches ago, as `in_flight` needs."""
-        return self.adapter.facts.remembers or self.context.options.remember > 0
-
-    @property
     def reads_on(self) -> bool:
         """Whether only reading leads its source to the next epoch."""
         return not self.adapter.facts.remembers
@@ -53,15 +48,10 @@ class Part:
         settings: Mapping[str, Any] = stated.pop("settings")
         return {**stated, **settings}
 
-    @property
-    def world(self) -> World:
-        """The world as it is now."""
-        return self.context.world()
-
     def check_reshard(self, world: World) -> None:
         """Raise an UnsupportedSourceError if the loader cannot be shared by another world while it is read."""
         self.refuse_uneven(world)
-        self.context.check_reshard(world, self.epoch)
+        self.context.check_reshard(world, self.loader.epoch)
 
     def refuse_uneven(self, world: World) -> None:
         """Raise an UnsupportedSourceError if the ranks could read different parts at one step."""
@@ -77,24 +67,15 @@ class Part:
         self.progress.failed.clear()
         self.loader.reshard(world)
 
-    def begin_again(self, error: type[BaseException], words: str) -> None:
-        """The training loop begins again: raise `error` at the next batch, unless a state is loaded before."""
-        self.pending.clear()
-        self.progress.begin_again(error, words)
-
     # --- how much there is ---
 
     def length(self, epoch: int) -> int | None:
         """Batches of one full epoch on this rank; None if unknown."""
-        return self._steps(self.context.seed(self.world), Place(epoch, 0))
-
-    def left(self) -> int | None:
-        """Batches left in its epoch on this rank; None if unknown."""
-        return self.progress.steps_left()
+        return self._steps(self.loader.seed, Place(epoch, 0))
 
     def anyone_has_more(self) -> bool:
         """Whether any rank has a batch left in this epoch, as far as is known."""
-        share = self.progress.share(self.world, self.epoch, self.position)
+        share = self.progress.share(self.loader.world, self.loader.epoch, self.loader.position)
         return share is None or share.global_steps > 0
 
     def left_at(self, state: State) -> int | None:
@@ -104,29 +85,24 @@ class Part:
     def _steps(self, seed: int, place: Place) -> int | None:
         adapter = self.adapter
         adapter.prepare(place, seed, "measured")
-        share: Share | None = adapter.share(seed, place.epoch, place.position, self.world, place.detail)
+        share: Share | None = adapter.share(seed, place.epoch, place.position, self.loader.world, place.detail)
         return None if share is None else share.steps
 
     def samples(self, epoch: int) -> Samples | None:
         """The samples of an epoch, if they can be read one by one."""
-        adapter, seed = self.loader._adapter, self.context.seed(self.world)
+        adapter, seed = self.adapter, self.loader.seed
         adapter.prepare(Place(epoch, 0), seed, "measured")
         return adapter.samples(seed, epoch)
 
     # --- where it stands ---
 
     def _place_in(self, state: State) -> Place:
-        return self.progress.states.place(state, self.world)
+        return self.progress.states.place(state, self.loader.world)
 
     @property
-    def position(self) -> int:
-        """As `Loader.position`."""
-        return self.loader.position
-
-    @property
-    def epoch(self) -> int:
-        """As `Loader.epoch`."""
-        return self.loader.epoch
+    def next_epoch(self) -> int:
+        """The epoch that a new pass begins: this one, if nothing of it was handed out."""
+        return self.loader.epoch + (self.loader.position > 0)
 
     def state(self, in_flight: int = 0) -> State:
         """As `Loader.state_dict`; a pending batch counts as not handed out."""
@@ -150,17 +126,15 @@ class Part:
         adapter = self.adapter
         if adapter.reach is Reach.STATES and epoch != state["epoch"] + 1:
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
-        here = self._place_in(state)
-        if here.at_end:
-            here = here.after()
+        here = self._place_in(state).after()
         if here[:2] != (epoch, 0):
-            here = Place(epoch, 0, adapter.detail_at(here, (epoch, 0), state["seed"], self.world))
-        return self.progress.states.build(here, state["seed"], self.world, state.get("witness", ""))
+            here = Place(epoch, 0, adapter.detail_at(here, (epoch, 0), state["seed"], self.loader.world))
+        return self.progress.states.build(here, state["seed"], self.loader.world, state.get("witness", ""))
 
     def leave_epoch(self) -> None:
         """Go to the beginning of the next epoch, unless this one has not begun."""
-        if self.position:
-            self.loader.load_state_dict(self.state_at(self.state(), self.epoch + 1))
+        if self.loader.position:
+            self.loader.load_state_dict(self.state_at(self.state(), self.loader.epoch + 1))
 
     # --- reading ---
 
@@ -170,15 +144,6 @@ class Part:
 
     def _pending_first(self) -> Any:
         return self.pending.pop() if self.pending else next(self._pass)
-
-    def peek(self) -> Any:
-        """As `Loader.peek`."""
-        return self.loader.peek()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a session is open at its place; only then does it notice the epoch's end."""
-        return self.progress.has_session
 
     def go_to(self, state: State) -> None:
         """Make the batch that follows `state` the next one."""
@@ -199,7 +164,7 @@ class Part:
     def begin_epoch(self) -> None:
         """Make an epoch's first batch the next one: that of the next epoch if this one has begun."""
         if self.loader.position:
-            if self.reads_on and not self.is_open:
+            if self.reads_on and not self.progress.has_session:
                 with contextlib.suppress(StopIteration):
                     self.loader.peek()
             self.progress.end_epoch()
@@ -215,7 +180,3 @@ class Part:
             return self.state() == state
         except StateError:
             return False
-
-    def close(self) -> None:
-        """As `Loader.close`."""
-        self.loader.close()

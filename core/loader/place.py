@@ -23,7 +23,6 @@ class Unknown(str):
 
 LATER = "later"
 """In place of a detail, compared by identity: that of the next epoch, for which its session was not asked yet."""
-"""This object stands for the detail of the next epoch's beginning, until something needs that."""
 
 
 class Place(NamedTuple):
@@ -43,10 +42,16 @@ class Place(NamedTuple):
     detail: str = ""
     at_end: bool = False
 
+    def known(self) -> Place:
+        """This place. Raises the error of an `Unknown` detail."""
+        if isinstance(self.detail, Unknown):
+            raise self.detail.error(str(self.detail))
+        return self
+
     def before(self, size: int) -> Place:
         """The end of the epoch before, if this is the beginning of one."""
         return Place(self.epoch - 1, size, self.detail, at_end=True)
 
     def after(self) -> Place:
-        """The beginning of the next epoch, after a place that is `at_end`."""
-        return Place(self.epoch + 1, 0, self.detail)
+        """Where the next batch is: here or, `at_end`, at the beginning of the next epoch."""
+        return Place(self.epoch + 1, 0, self.detail) if self.at_end else self

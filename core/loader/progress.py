@@ -20,6 +20,7 @@ import contextlib
 import enum
 import logging
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -29,11 +30,11 @@ from ..order.holes import Holes, parse_omit, text_of_omit
 from ..state.format import State, reseal
 from ..state.parts import single_part
 from ..world import Share, World
-from .adapter import Reach, Run
+from .adapter import MOST_IN_FLIGHT, Reach, Run
 from .body import Body, Interval
 from .context import RunContext
 from .place import LATER, Place, Unknown
-from .reading import History, Reading, new_history, place_before
+from .reading import History, Reading, place_before
 from .states import States
 from .tickets import Ticket, Tickets
 
@@ -61,7 +62,7 @@ class Pass:
         reading: the open session, if the next batch can be taken from it without a check.
         made_in: the body in which its iterator was made.
         interval: for the record of a body.
-        resharded: it ends with its epoch, also where another world leaves it nothing more.
+        resharded: the rest of its epoch was divided anew.
     """
 
     __slots__ = ("__weakref__", "_progress", "interval", "made_in", "phase", "reading", "resharded")
@@ -86,10 +87,10 @@ class Pass:
             try:
                 batch = reading.session.take()
             except StopIteration:
-                progress.source_ended(self, reading)
+                progress.source_ended(reading)
                 raise
             except BaseException as error:
-                progress.source_failed(self, reading, error, bookmark)
+                progress.source_failed(reading, error, bookmark)
                 raise
         progress.history.append((reading, reading.position, bookmark))
         reading.steps += 1
@@ -100,7 +101,7 @@ class Pass:
             body.clock += 1
             self.interval.took = body.clock
         if reading.steps == reading.last_step:
-            progress.last_given_out(self, reading)
+            progress.last_given_out(reading)
         return batch
 
 
@@ -145,7 +146,7 @@ class Progress:
         self.latest: Any = _none
         self.waiting: Any = _none
         self.failed: list[str] = []
-        self.history: History = new_history(0 if adapter.facts.remembers else remember)
+        self.history: History = deque(maxlen=(0 if adapter.facts.remembers else remember) or MOST_IN_FLIGHT)
         self.body: Body | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -190,6 +191,12 @@ class Progress:
     def _abandoned(self) -> bool:
         """Whether the latest pass was freed before its end."""
         return self.latest is not _none and self.latest() is None
+
+    @property
+    def _is_resharded(self) -> bool:
+        """Whether the latest pass ends with its epoch, also where another world leaves it nothing more."""
+        latest = self.latest()
+        return latest is not None and latest.resharded
 
     @property
     def has_session(self) -> bool:
@@ -252,10 +259,7 @@ class Progress:
 
     def here(self) -> Place:
         """The place. Raises StateError if the source cannot say."""
-        place = self.where()
-        if isinstance(place.detail, Unknown):
-            raise place.detail.error(str(place.detail))
-        return place
+        return self.where().known()
 
     def share(self, world: World, epoch: int, position: int, whole: bool = False) -> Share | None:
         """This rank's batches from (epoch, position) on; None if the length is unknown. `whole`: of all the epoch."""
@@ -304,6 +308,8 @@ class Progress:
 
     def _omit(self, epoch: int, position: int, done: Holes | None = None) -> str:
         """What a state at a place leaves out. `done`: as for `state_at`."""
+        if not (self.context.skips or self.context.done or done):
+            return ""
         if done is None and epoch in self.context.done:
             done = Holes((max(start, position), stop) for start, stop in self.context.done[epoch])
         return text_of_omit(self.context.skips, epoch, done)
@@ -428,7 +434,7 @@ class Progress:
         here = Place(self.epoch, self.position)
         if adapter.facts.remembers or self.reading is None or here[:2] == there:
             here = self.where()
-        if here.at_end and here[:2] != there:
+        if here[:2] != there:
             here = here.after()
         if here[:2] == there and not isinstance(here.detail, Unknown):
             return here
@@ -497,22 +503,25 @@ class Progress:
         """
         context, adapter = self.context, self.context.adapter
         world = context.enter()
-        seed, place, skipped = context.seed(world), self.here(), self.skipped if self.failed else 0
-        around = bool(context.skips or context.done)
-        holes = context.left_out(place.epoch) if around else None
+        seed, place, skipped = context.seed(world), self.place.known(), self.skipped if self.failed else 0
         if skipped:
-            after = place.position if holes is None else holes.place_of(place.position)
-            after += skipped * adapter.units_per_step(world)
+            holes = context.left_out(place.epoch)
+            after = skipped * adapter.units_per_step(world)
+            after += place.position if holes is None else holes.place_of(place.position)
             place = self.place_at(place.epoch, after if holes is None else holes.position_of(after))
-        share = None if place.at_end else self._prepared_share(place, seed, world)
-        begun = place.position > 0 or place.epoch in context.done
-        if place.at_end or (share is not None and share.global_steps == 0 and begun):
+        leaves_out = bool(context.skips or context.done)
+        while True:
+            share = None
+            if not place.at_end:
+                adapter.prepare(place, seed, "opened")
+                share = adapter.share(seed, place.epoch, place.position, world, place.detail)
+                share = context.around(share, place.epoch) if leaves_out else share
+                if share is None or share.global_steps or not self._has_done(place.epoch, place.position):
+                    break
             # Less than one global batch is left.
-            latest = self.latest()
-            if self.body is not None or skipped or (latest is not None and latest.resharded):
+            if self.body is not None or skipped or self._is_resharded:
                 return False
             place = self.place_at(place.epoch + 1, 0)
-            share = self._prepared_share(place, seed, world)
         if context.tickets is not None:
             self.check_left(place.epoch)
         detail = place.detail
@@ -523,21 +532,17 @@ class Progress:
                 self.origin = place._replace(detail=detail)  # as the source says it now, which reading changes
             self.place = place._replace(detail=detail)
         looks, expects = self.states.looks(place.epoch), self.states.expected
-        holes = context.left_out(place.epoch) if around else None
-        skips, tail = context.skips.get(place.epoch), adapter.tail_in_use
+        holes, skips = (context.left_out(place.epoch), context.skips.get(place.epoch)) if leaves_out else (None, None)
+        tail = adapter.tail_in_use if share is None else share.tail
         run = Run(place.epoch, place.position, seed, world, share, tail, detail, looks, expects, [], holes, skips)
         remembers = context.options.remember > 0 or adapter.facts.remembers
-        self.reading = Reading(context.session(run), run, adapter.units_per_step(world), remembers)
+        step = adapter.units_per_step(world) if share is None else share.global_batch
+        self.reading = Reading(context.session(run), run, step, remembers)
         if context.tickets is not None:
             self._begin_tickets(self.reading, context.tickets)
         if (changes := self.states.changes) is not None:
-            changes.opened(place.position > 0 or place.epoch in context.done)
+            changes.opened(self._has_done(place.epoch, place.position))
         return True
-
-    def _prepared_share(self, place: Place, seed: int, world: World) -> Share | None:
-        self.context.adapter.prepare(place, seed, "opened")
-        share = self.context.adapter.share(seed, place.epoch, place.position, world, place.detail)
-        return self.context.around(share, place.epoch) if self.context.skips or self.context.done else share
 
     def suspend(self, bookmark: Any = None) -> None:
         """Close the open session, and keep its place. `bookmark`: taken before a batch that failed."""
@@ -617,7 +622,6 @@ class Progress:
         finally:
             self.spent = None
             self.end_pass()
-            self.latest = _none
             reading.close()
 
     def close(self) -> None:
@@ -649,7 +653,7 @@ class Progress:
             raise StopIteration
         while True:
             if self.reading is None and not self.open():
-                self._leave_empty(this)
+                self._leave_empty()
                 raise StopIteration
             reading = self.reading
             assert reading is not None  # `open` has made it
@@ -658,10 +662,10 @@ class Progress:
                 batch = reading.peeked.pop()[0] if reading.peeked else self._take(reading)
                 break
             except StopIteration:
-                if not self.source_ended(this, reading):
+                if not self.source_ended(reading):
                     raise
             except BaseException as error:
-                self.source_failed(this, reading, error, bookmark)
+                self.source_failed(reading, error, bookmark)
                 raise
         if self.failed:
             if self.skipped:
@@ -670,7 +674,7 @@ class Progress:
         self.new_epoch, this.reading = True, reading
         return reading, batch, bookmark if reading.steps else self.place
 
-    def last_given_out(self, this: Pass, reading: Reading) -> None:
+    def last_given_out(self, reading: Reading) -> None:
         """The epoch's last batch was handed out: be at the next epoch's beginning, in a body right before it."""
         run = reading.run
         self.place = Place(run.epoch + 1, 0, LATER)
@@ -678,7 +682,7 @@ class Progress:
             size = self.context.adapter.size(run.seed, run.epoch, run.world, run.detail)
             self.place = self.place.before(reading.position if size is None else size)
         self.new_epoch = True
-        self.reading, self.spent, this.reading = None, reading, None
+        self.reading, self.spent = None, reading
 
     def _begin(self, this: Pass) -> None:
         """A pass asks for its first batch."""
@@ -706,15 +710,12 @@ class Progress:
             this.interval, self.latest = body.begin(self._name, this, older, outlived)
 
     def end_pass(self) -> None:
-        """Let the latest pass end."""
-        if (latest := self.latest()) is not None:
-            self._end(latest)
-
-    def _end(self, this: Pass) -> None:
-        """A pass is told that it has no more batches."""
-        this.phase, this.reading, self.latest = Phase.ENDED, None, _none
-        if this.interval is not None and self.body is not None:
-            self.body.end(this.interval, exhausted=True)
+        """Let the latest pass end: it has no more batches."""
+        latest, self.latest = self.latest(), _none
+        if latest is not None:
+            latest.phase, latest.reading = Phase.ENDED, None
+            if latest.interval is not None and self.body is not None:
+                self.body.end(latest.interval, exhausted=True)
 
     def _warn_of_dropped(self) -> None:
         """Warn of a new pass that drops what was hardly meant to be dropped."""
@@ -737,7 +738,7 @@ class Progress:
 
     # --- the end of the source, and its errors ---
 
-    def source_ended(self, this: Pass, reading: Reading) -> bool:
+    def source_ended(self, reading: Reading) -> bool:
         """Handle the source's StopIteration. True if the pass continues, False if it is to be raised."""
         if reading is not self.reading:
             return False
@@ -749,7 +750,7 @@ class Progress:
             left_out = self.context.adapter.facts.drop_last  # all of it, perhaps
             if self.position == 0 and before and not left_out:
                 self.suspend()
-                self._end(this)
+                self.end_pass()
                 raise SourceError(
                     f"the source was empty in epoch {run.epoch}, after {before} batches in the last one: it can be "
                     "iterated only once; wrap a function that makes it, as in midepoch.wrap(lambda: make_it())"
@@ -764,17 +765,17 @@ class Progress:
         if reading.last_step is None and self.context.is_part and not nothing_left:
             self.suspend()  # a combination's states of some batches ago need the place at the end
             self.new_epoch = True
-            self._end(this)
+            self.end_pass()
             return False
         # The end of an unknown length, an empty epoch, or last steps of which only other ranks have batches.
         nothing_since = self.origin is not None and (self.epoch, self.position) == self.origin[:2]
-        self.last_given_out(this, reading)
+        self.last_given_out(reading)
         if nothing_since and reading.last_step is None and self.body is None:
             self._settle()
             self.origin = self.place  # what comes next is to be given again
         if nothing_left and self.body is not None:
             self._log_empty()
-        elif nothing_left and not this.resharded and not self._others_may_go_on(reading):
+        elif nothing_left and not self._is_resharded and not self._others_may_go_on(reading):
             self._settle()  # the pass goes on with the next epoch
             self.spent = None
             reading.close()
@@ -788,10 +789,10 @@ class Progress:
             return False
         return not self.context.adapter.rank_independent or reading.last_step is not None
 
-    def _leave_empty(self, this: Pass) -> None:
+    def _leave_empty(self) -> None:
         """End a pass without a batch: only the body of its epoch is left, or the epoch's last batches failed."""
         place, skipped, adapter = self.place, self.skipped, self.context.adapter
-        unexpected = not (skipped or this.resharded)
+        unexpected = not (skipped or self._is_resharded)
         if place.at_end or unexpected:
             self._log_empty()
         if not (place.at_end or (unexpected and adapter.reach is Reach.STATES)):
@@ -804,25 +805,24 @@ class Progress:
             following = self.place_at(place.epoch + 1, 0)
             self.place = following if self.body is None or size is None else following.before(size)
         self.new_epoch = True
-        self._end(this)
+        self.end_pass()
 
     def _log_empty(self, why: str = "") -> None:
         if self.context.world().rank == 0:
             name, why = self.context.adapter.name, why or f"all batches of epoch {self.epoch} are done"
             _logger.warning("a pass over a loader (%s) is empty: %s", name, why)
 
-    def source_failed(self, this: Pass, reading: Reading, error: BaseException, bookmark: Any) -> None:
+    def source_failed(self, reading: Reading, error: BaseException, bookmark: Any) -> None:
         """Handle an error that will be raised: the loader stays after the last good batch."""
         if reading is not self.reading:
             return
         self.suspend(bookmark)
-        this.reading = None
         if not isinstance(error, Exception) or isinstance(error, MidepochError | MemoryError):
             return
         share = reading.run.share
         if share is not None and reading.steps == share.steps:  # it ends the pass, as in a plain one
             self.new_epoch = True
-            self._end(this)
+            self.end_pass()
         else:
             if self.failed and not self.context.adapter.jumps:
                 warn(
@@ -890,8 +890,7 @@ class Progress:
         if not going_on and (self.is_at_end or self.epoch == epoch or left):
             self.end_epoch()
             self.new_epoch = True
-            if latest is not None:
-                self._end(latest)  # one that is kept has ended
+            self.end_pass()  # one that is kept has ended
         self.body = None
         if committed is not None and committed["position"] == committed["size"] and not self.position:
             # What was committed at the end of its epoch is now the next one's beginning.

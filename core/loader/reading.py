@@ -7,10 +7,10 @@ from typing import Any
 
 from ..errors import StateError
 from ..world import MicroShare, Share
-from .adapter import MOST_IN_FLIGHT, Run, Session
+from .adapter import Run, Session
 from .place import Place
 
-__all__ = ["History", "Reading", "new_history", "place_before"]
+__all__ = ["History", "Reading", "place_before"]
 
 MORE = "pass remember=, the number of batches that may be in flight, to midepoch.wrap"
 
@@ -31,9 +31,8 @@ class Reading:
     def __init__(self, session: Session, run: Run, global_batch: int, bookmarks: bool) -> None:
         share = run.share
         self.session, self.run = session, run
-        self.steps, self.position, self.global_batch = 0, run.position, global_batch
-        if run.holes is not None:
-            self.position = self.start
+        self.steps, self.global_batch = 0, global_batch
+        self.position = run.position if run.holes is None else self.start
         self.last_step = None if share is None else share.global_steps
         self.peeked: list[tuple[Any, Any]] = []
         self.bookmarks = (bookmarks and session.bookmark is not None) or isinstance(share, MicroShare)
@@ -90,11 +89,6 @@ class Reading:
 
 History = deque[tuple[Reading, int, Any]]
 """Of the latest batches: the reading, the position before the batch, and the bookmark; of a first batch, the place."""
-
-
-def new_history(batches: int) -> History:
-    """An empty history of that many batches at most; 0: of as many as may be in flight."""
-    return deque(maxlen=batches or MOST_IN_FLIGHT)
 
 
 def place_before(history: History, batches: int) -> Place:

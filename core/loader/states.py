@@ -84,12 +84,10 @@ class States:
         """The state at a place. `omit`: what this epoch and later ones leave out."""
         adapter, detail = self._context.adapter, place.detail
         if not detail and (place.at_end or not place.position):
-            begins = place.after() if place.at_end else place
+            begins = place.after()
             detail = adapter.detail_at(begins, begins[:2], seed, world)
         if not place.at_end:
             adapter.prepare(place, seed, "measured")
-        if adapter.changes != self._described_at:
-            self._describe()
         own, size = not adapter.rank_independent, place.position if place.at_end else None
         if not (place.at_end or (own and world.world_size > 1)):  # ranks with parts of their own may have other sizes
             size = adapter.size(seed, place.epoch, world, detail)
@@ -101,7 +99,7 @@ class States:
             "size": size,
             "world_size": world.world_size,
             "batch_size": adapter.facts.batch_size,
-            "fingerprint": self._fingerprint,
+            "fingerprint": self.fingerprint,
         }
         if detail:
             detail = parts.seal_detail(detail, world.rank if own else 0, fields)
@@ -128,9 +126,7 @@ class States:
         if inside and adapter.rank_independent and not adapter.elastic and checked["world_size"] != world.world_size:
             adapter.refuse_world(checked["world_size"], world)
         adapter.prepare(Place(checked["epoch"], checked["position"]), checked["seed"], "measured")
-        if adapter.changes != self._described_at:
-            self._describe()
-        states.compare_fingerprints(checked["fingerprint"], self._fingerprint)
+        states.compare_fingerprints(checked["fingerprint"], self.fingerprint)
         self._warn_of_package(checked["fingerprint"])
         place = self.place(checked, world)
         size = adapter.size(checked["seed"], place.epoch, world, place.detail)
@@ -142,7 +138,7 @@ class States:
                 "the epoch, set that before you load"
             )
             _mismatch("the size", checked["size"], size, cure)
-        begins = place.after() if place.at_end else place
+        begins = place.after()
         adapter.check_detail(place.detail, checked["seed"], begins.epoch, begins.position, world)
         Witness.parse(checked["witness"])
         parse(checked["changed"])

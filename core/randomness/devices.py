@@ -26,51 +26,52 @@ class DeviceGenerators:
         find: returns the devices' generators that exist now. None that it has returned may be missing later.
 
     Attributes:
+        held: those that were taken over.
         late: when they were last restored, one had been used that did not exist when they were taken over.
     """
 
     def __init__(self, find: Callable[[], Sequence[Any]] = _generators_of_cuda) -> None:
-        self._find = find
-        self._held: Sequence[Any] = ()
+        self.find = find
+        self.held: Sequence[Any] = ()
         self._saved: list[tuple[int, int]] = []
         self._at: list[tuple[int, int]] = []
         self.late = False
 
     def take_over(self, key: int) -> None:
         """Save the states of those that exist, and seed them with the key at rest."""
-        self._held = self._find()
-        if self._held:
-            self._saved = [_state(each) for each in self._held]
+        self.held = self.find()
+        if self.held:
+            self._saved = [_state(each) for each in self.held]
             self.seed(key)
 
     def seed(self, key: int) -> None:
         """Seed those that were taken over. All have the same stream, so a rank may continue on another device."""
-        if self._held:
-            for each in self._held:
+        if self.held:
+            for each in self.held:
                 each.manual_seed(key)
-            self._at = [_state(each) for each in self._held]
+            self._at = [_state(each) for each in self.held]
 
     def used(self) -> bool:
         """Whether one was used since it was seeded, or one that was not taken over."""
-        found = self._find()
-        return bool(found) and (self._is_late(found) or [_state(each) for each in self._held] != self._at)
+        found = self.find()
+        return bool(found) and (self._is_late(found) or [_state(each) for each in self.held] != self._at)
 
     def restore(self) -> bool:
         """Restore the states. Generators that did not exist before are left as they were made. Returns `used`."""
-        found = self._find()
+        found = self.find()
         if not found:
             return False
         self.late = self._is_late(found)
-        used = self.late or [_state(each) for each in self._held] != self._at
-        for each, (seed, offset) in zip(self._held, self._saved, strict=False):
+        used = self.late or [_state(each) for each in self.held] != self._at
+        for each, (seed, offset) in zip(self.held, self._saved, strict=False):
             each.manual_seed(seed)
             each.set_offset(offset)
-        for each in found[len(self._held) :]:
+        for each in found[len(self.held) :]:
             each.set_offset(0)
         return used
 
     def _is_late(self, found: Sequence[Any]) -> bool:
-        return any(each.get_offset() for each in found[len(self._held) :])
+        return any(each.get_offset() for each in found[len(self.held) :])
 
 
 def _state(generator: Any) -> tuple[int, int]:

@@ -391,7 +391,7 @@ class Streams:
         """Make what seeds those of `seeds`, and the source's own. It refers to no Streams, which would be a cycle."""
         seeds, devices = self.seeds, self._devices
         self._starts = [self._globals.seeding(seeds)] if seeds else []
-        if devices is not None and "devices" in seeds:
+        if devices is not None and devices.held and "devices" in seeds:
             self._starts.append(devices.seed)
         if self._owned:
             self._starts += [functools.partial(_start_owned, each) for each in self._owned]
@@ -425,6 +425,10 @@ class Streams:
         self._outer = outer = None if outer is self else outer  # which an interrupt may have left there
         _current.streams, self.key, self.asked = self, None, _NONE
         self._noted, self._turn = _NONE if notes else None, None
+        devices = self._devices
+        if devices is not None and (found := devices.find()):
+            self._start_is_known &= len(found) == len(devices.held)
+            devices.take_over(self._rest_key)
         if not (self._start_is_known and self.seeds is seeds):
             self.seeds = seeds
             self._make_start()
@@ -439,8 +443,6 @@ class Streams:
                     _owner = threading.get_ident()
             self._globals.take_over(seeds)
             self._saved = [each.save() for each in self._owned] if self._owned else ()
-        if self._devices is not None:
-            self._devices.take_over(self._rest_key)
         return self._start_noting if notes else self._start
 
     def _leave(self) -> tuple[frozenset[str], frozenset[str]]:
@@ -457,7 +459,7 @@ class Streams:
             if self._saved:
                 for each, state in zip(self._owned or (), self._saved, strict=False):
                     each.restore(state)
-        if devices is not None and devices.restore():
+        if devices is not None and devices.find() and devices.restore():
             used |= {"devices"}
         if self._turn is not None:
             _owner = 0  # first: the next thread says whose it is after it has it
@@ -472,6 +474,7 @@ class Streams:
         missed = used - seeds
         if devices is not None and devices.late:  # they were not seeded
             missed |= {"devices"}
+            self.first = True  # `made_late` says so
         if missed:
             self._used |= missed
         return used, missed

@@ -21,7 +21,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import midepoch
 from midepoch import MidepochError, UnsupportedSourceError, World
 from midepoch.loader.loader import Loader
-from midepoch.loader.part import Part
 from midepoch.testing import digest
 from support import sources
 
@@ -551,7 +550,7 @@ def test_a_loop_that_begins_again_gets_no_batch_before_a_state(workers: int) -> 
     each = begun(loader)
     saved = loader.state_dict()
     next(each)
-    Part("", loader).begin_again(NotLoadedError, "load the state")
+    loader._progress.begin_again(NotLoadedError, "load the state")
     assert loader.position == 6
     with pytest.raises(NotLoadedError, match="load the state"):
         next(each)
@@ -569,7 +568,7 @@ def test_a_loop_that_begins_again_gets_no_batch_before_a_state(workers: int) -> 
         got += [sources.plain(batch) for batch in loader]
         assert loader.epoch == epoch
     assert got == whole[1:]
-    Part("", loader).begin_again(NotLoadedError, "load the state")
+    loader._progress.begin_again(NotLoadedError, "load the state")
     loader.seek(epoch=0)  # the weights begin anew, too
     assert [sources.plain(batch) for batch in loader] == whole
     loader.close()

@@ -229,22 +229,30 @@ class Late:
         return self.generator.random()
 
 
-def test_a_generator_made_by_the_first_call() -> None:
-    """The first batch is read again where that is a jump; elsewhere a warning says that it is not exact."""
-    for name in ("by index", "exposing its sampler", "webdataset, with steps that have no batch"):
-        loader, other, plain = (PLACED[name](then=then) for then in (Late(), Late(), drawing))
-        batches, others = iter(loader), iter(other)
-        assert next(batches) == next(others)
-        next(iter(plain))
-        assert loader.state_dict() == plain.state_dict()  # what was seen of the first sample, too
-        resumed = PLACED[name](then=Late())
-        resumed.load_state_dict(loader.state_dict())
-        assert list(batches) == list(others) == list(resumed)
-    with pytest.warns(MidepochWarning, match="made a random generator when it was first called"):
-        once = list(midepoch.wrap(batches_of_unknown_number, seed=1, then=Late()))
-    with pytest.warns(MidepochWarning, match="made a random generator when it was first called"):
-        again = list(midepoch.wrap(batches_of_unknown_number, seed=1, then=Late()))
-    assert once[1:] == again[1:]
+@pytest.mark.parametrize("name", ["by index", "exposing its sampler", "webdataset, with steps that have no batch"])
+def test_a_generator_made_by_the_first_call(name: str) -> None:
+    """It is seeded from the second batch on, and a warning says so."""
+    with pytest.warns(MidepochWarning, match="made a random generator"):
+        once, again = (list(PLACED[name](then=Late())) for _ in range(2))
+    assert once[1:] == again[1:] and once[0] != again[0]
+
+
+def test_a_device_that_a_later_call_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers of that batch are its own, and a warning says so."""
+    monkeypatch.setattr(torch.cuda, "default_generators", ())
+
+    def then(batch: int) -> int:
+        if batch == 3:
+            torch.cuda.default_generators = (Counter(1),)
+        return batch + sum(each.draw() for each in torch.cuda.default_generators)
+
+    def read() -> list[float]:
+        torch.cuda.default_generators = ()
+        return list(midepoch.wrap(list(range(6)), seed=1, then=then, verify="off"))
+
+    with pytest.warns(MidepochWarning, match="first drew on a device") as told:
+        assert read() == read()
+    assert len(told) == 2
 
 
 def test_the_caller_finds_the_generators_as_they_were() -> None:
@@ -271,34 +279,7 @@ def test_without_streams_it_draws_from_the_caller() -> None:
     assert "then=" in loader.capabilities.exact_augmentations.reason
 
 
-# --- a function that draws nothing -----------------------------------------------------------------------------------
-
-
-def seeded(loader: Loader) -> int:
-    """How often generators are seeded during an epoch."""
-    count = 0
-
-    def note(frame: Any, event: str, argument: object) -> None:
-        nonlocal count
-        code = frame.f_code
-        named = code.co_name == "start" and "globals.py" in code.co_filename
-        count += event == "call" and named
-
-    sys.setprofile(note)
-    try:
-        list(loader)
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-def test_a_function_that_draws_nothing_is_seeded_once() -> None:
-    loader = midepoch.wrap(list(range(50)), then=lambda batch: batch, verify="off")
-    assert [seeded(loader) for _ in range(3)] == [1, 0, 0]
-    loader = midepoch.wrap(list(range(50)), then=Counting(as_it_is))
-    assert [seeded(loader) for _ in range(2)] == [3, 0], "it is tried once"
-    loader = midepoch.wrap(list(range(50)), then=lambda batch: random.random(), verify="off")
-    assert [seeded(loader) for _ in range(2)] == [50, 50]
+# --- a function that draws for some batches ---------------------------------------------------------------------------
 
 
 class Seldom:
@@ -334,18 +315,6 @@ def test_a_function_that_draws_now_and_then_is_exact(name: str) -> None:
     """Whichever batch a process begins with; and each batch is changed in place once."""
     batches = check_cuts(lambda: SELDOM[name](then=Seldom()), 4 if "workers" in name else 1)
     assert {type(batch) for batch in batches} == {tuple, list}  # some draw
-
-
-def test_a_function_that_keeps_its_numbers_is_told() -> None:
-    kept: list[float] = []
-
-    def then(batch: int) -> int:
-        if batch == 3 and not kept:
-            kept.append(random.random())
-        return batch
-
-    with pytest.warns(MidepochWarning, match="none when it was called for the same batch again"):
-        assert list(midepoch.wrap(list(range(6)), then=then)) == list(range(6))
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
@@ -539,14 +508,6 @@ def test_work_on_the_cpu_as_a_device() -> None:
 @needs_gpu
 def test_work_on_a_gpu() -> None:
     check_on("cuda")
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_a_function_that_only_moves_batches_is_not_seeded() -> None:
-    loader = midepoch.wrap([torch.ones(3)] * 50, then=lambda batch: batch.to("cuda", non_blocking=True))
-    list(loader)
-    assert [seeded(loader) for _ in range(2)] == [1, 0]
 
 
 # --- functions that keep something, tried on a copy -------------------------------------------------------------------
