@@ -186,24 +186,15 @@ def _text_of(known: _Look) -> str:
 
     No resume can compare that one, since it does not know the paths. It is carried over, as one more of the others.
     """
-    some: _Look = {}
     ordered = sorted(known, key=lambda path: (path == _REST, len(path), path))
-    for number, path in enumerate(ordered):
-        if path == _REST:
-            some[path] = known[path]
+    for count in range(min(_MOST, len(ordered)), -1, -1):
+        some = {path: known[path] for path in ordered[:count]}
+        if others := [(path, known[path]) for path in ordered[count:]]:
+            some[_REST] = f"#{zlib.crc32(repr(others).encode()):08x}" if others[0][0] != _REST else others[0][1]
+        text = json.dumps(some, separators=(",", ":"))
+        if len(text) <= LONGEST_CHANGED:
             break
-        rest = ordered[number + 1 :]
-        more = {**some, path: known[path], **({_REST: "#00000000"} if rest else {})}
-        if len(some) == _MOST or len(_dumped(more)) > LONGEST_CHANGED:
-            others = [(path, known[path]) for path in ordered[number:]]
-            some[_REST] = f"#{zlib.crc32(repr(others).encode()):08x}"
-            break
-        some[path] = known[path]
-    return _dumped(some)
-
-
-def _dumped(some: _Look) -> str:
-    return json.dumps(some, separators=(",", ":"))
+    return text
 
 
 def parse(text: str) -> dict[str, str]:

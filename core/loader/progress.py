@@ -495,12 +495,8 @@ class Progress:
 
     # --- sessions ---
 
-    def open(self) -> bool:
-        """Open a session at the place, in the world as it is now.
-
-        Returns:
-            False if the epoch has no batches left, and its pass is to end all the same.
-        """
+    def open(self) -> Reading | None:
+        """Open a session at the place, in the world as it is now. None if only the epoch's end is left."""
         context, adapter = self.context, self.context.adapter
         world = context.enter()
         seed, place, skipped = context.seed(world), self.place.known(), self.skipped if self.failed else 0
@@ -520,7 +516,7 @@ class Progress:
                     break
             # Less than one global batch is left.
             if self.body is not None or skipped or self._is_resharded:
-                return False
+                return None
             place = self.place_at(place.epoch + 1, 0)
         if context.tickets is not None:
             self.check_left(place.epoch)
@@ -537,12 +533,12 @@ class Progress:
         run = Run(place.epoch, place.position, seed, world, share, tail, detail, looks, expects, [], holes, skips)
         remembers = context.options.remember > 0 or adapter.facts.remembers
         step = adapter.units_per_step(world) if share is None else share.global_batch
-        self.reading = Reading(context.session(run), run, step, remembers)
+        self.reading = reading = Reading(context.session(run), run, step, remembers)
         if context.tickets is not None:
-            self._begin_tickets(self.reading, context.tickets)
+            self._begin_tickets(reading, context.tickets)
         if (changes := self.states.changes) is not None:
             changes.opened(self._has_done(place.epoch, place.position))
-        return True
+        return reading
 
     def suspend(self, bookmark: Any = None) -> None:
         """Close the open session, and keep its place. `bookmark`: taken before a batch that failed."""
@@ -584,10 +580,9 @@ class Progress:
         if self.spent is not None and latest is not None:
             raise StopIteration  # the pass has given its last batch, and has not been told so
         self.finish()
-        if self.reading is None and not self.open():
+        reading = self.reading or self.open()
+        if reading is None:
             raise StopIteration
-        reading = self.reading
-        assert reading is not None  # `open` has made it
         if not reading.peeked:
             bookmark = reading.bookmark() if reading.steps else None
             try:
@@ -652,11 +647,10 @@ class Progress:
             self.new_epoch = True
             raise StopIteration
         while True:
-            if self.reading is None and not self.open():
+            reading = self.reading or self.open()
+            if reading is None:
                 self._leave_empty()
                 raise StopIteration
-            reading = self.reading
-            assert reading is not None  # `open` has made it
             bookmark = reading.bookmark() if reading.steps and (reading.bookmarks or reading.peeked) else None
             try:
                 batch = reading.peeked.pop()[0] if reading.peeked else self._take(reading)

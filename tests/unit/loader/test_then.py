@@ -239,15 +239,17 @@ def test_a_generator_made_by_the_first_call(name: str) -> None:
 
 def test_a_device_that_a_later_call_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its numbers of that batch are its own, and a warning says so."""
-    monkeypatch.setattr(torch.cuda, "default_generators", ())
+    devices: tuple[Counter, ...] = ()
+    monkeypatch.setattr(DeviceGenerators.__init__, "__defaults__", (lambda: devices,))
 
-    def then(batch: int) -> int:
-        if batch == 3:
-            torch.cuda.default_generators = (Counter(1),)
-        return batch + sum(each.draw() for each in torch.cuda.default_generators)
+    def then(batch: int) -> float:
+        nonlocal devices
+        devices = (Counter(1),) if batch == 3 else devices
+        return batch + sum(each.draw() for each in devices)
 
     def read() -> list[float]:
-        torch.cuda.default_generators = ()
+        nonlocal devices
+        devices = ()
         return list(midepoch.wrap(list(range(6)), seed=1, then=then, verify="off"))
 
     with pytest.warns(MidepochWarning, match="first drew on a device") as told:
