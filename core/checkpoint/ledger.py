@@ -1,18 +1,18 @@
-"""The ledger of a run: what each of its steps was trained on, in a few lines, however many steps that are.
+"""The ledger of a run: what each of its steps was trained on. docs/format.md says how it is written.
 
-Each start of the run has a *segment*, a file beside the snapshot, to which only rank 0 of it appends. A snapshot
-says how many lines of which segment are its own, and a segment's first line says the same of the snapshot that was
-loaded. So from any snapshot a chain leads back to the first step. Lines that no snapshot counts, of a process killed
-between the two, and steps that were taken back, are on no chain.
+Rank 0 appends lines to one file beside the snapshot, and each snapshot names the lines that are its own. So whenever a
+process is killed, what it wrote after its last snapshot, and steps that are taken back, are lines of no snapshot.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,65 +20,72 @@ from ..errors import warn
 from ..loader.body import Body
 from ..loader.loader import Loader
 from ..loader.reading import History, Reading
-from .entries import Entry, seal
-from .files import sync_folder
+from ..order.holes import Holes, text_of_omit
 
-__all__ = ["FORMAT", "Ledger", "is_count", "segment_path"]
-
-FORMAT = 1  # the value of "ledger" in a segment's first line
+__all__ = ["Ledger", "described", "is_count", "ledger_path", "seal", "unseal"]
 
 
-def segment_path(snapshot: Path, segment: str) -> Path:
-    """The file of a segment of a snapshot's ledger."""
-    return snapshot.with_name(f"{snapshot.name}.ledger") / f"{segment}.jsonl"
+def ledger_path(snapshot: Path) -> Path:
+    """The ledger of a snapshot's run."""
+    return snapshot.with_name(f"{snapshot.name}.ledger")
 
 
 def is_count(value: Any) -> bool:
     """Whether this is what a snapshot says of its ledger, as `Ledger.write` returns it; or None."""
     if value is None:
         return True
-    if not isinstance(value, dict) or value.keys() - {"continues"} != {"segment", "lines", "step", "start"}:
-        return False
-    segment = value["segment"]
-    named = isinstance(segment, str) and len(segment) == 12 and not set(segment) - set("0123456789abcdef")
-    counted = all(type(value[name]) is int and 0 <= value[name] < 1 << 62 for name in ("lines", "step", "start"))
-    return named and counted and ("continues" not in value or is_count(value["continues"]))
+    match value:
+        case {"run": str(), "step": int(), "lines": list(lines), **others} if not others:
+            ends: list[Any] = [0]
+            for each in lines:
+                ends += each if isinstance(each, list) and len(each) == 2 else [None]
+            return all(type(end) is int for end in ends) and all(a <= z for a, z in pairwise(ends))
+    return False
 
 
-def _alone(count: dict[str, Any] | None) -> dict[str, Any] | None:
-    return None if count is None else {name: value for name, value in count.items() if name != "continues"}
+def seal(values: Mapping[str, Any]) -> str:
+    """A line of a ledger: JSON, whose last key is the CRC-32 of the JSON without it."""
+    text = json.dumps(values, separators=(",", ":"))
+    return f'{text[:-1]},"crc":"{zlib.crc32(text.encode()):08x}"}}\n'
+
+
+def unseal(line: bytes) -> dict[str, Any]:
+    """What a line says. Raises ValueError if it is damaged."""
+    text, _, crc = line.rpartition(b',"crc":"')
+    values = json.loads(text + b"}") if crc == b'%08x"}' % zlib.crc32(text + b"}") else None
+    if not isinstance(values, dict):
+        raise ValueError("its CRC is another one")
+    return values
 
 
 @dataclass
 class _Course:
-    """Where a loader is in the course of its last entry.
+    """How far a loader is. Its batches are counted from this start of the run on.
 
     Attributes:
-        entry: that was written last.
-        reading: the session that was trained on last.
-        begins: batches of the course before this session.
-        number: batches of the course up to the latest step.
+        line: what its lines have said.
+        reading: the latest session that was seen.
+        begins: the number of this session's first batch.
+        number: of the first batch after the latest step.
     """
 
-    entry: Entry
-    reading: Reading
+    line: dict[str, Any] = field(default_factory=dict)
+    reading: Reading | None = None
     begins: int = 0
     number: int = 0
 
-    def begin_of(self, fresh: Entry, reading: Reading, done: int) -> int | None:
-        """Batches of the course before a session that goes on with it; None if the session is elsewhere.
-
-        Args:
-            fresh: the course that begins with the session.
-            reading, done: the session, and its batches up to the latest step.
-        """
-        last = self.reading
-        begins = self.entry.number_at(fresh.epoch, fresh.position) if self.entry.agrees(fresh) else None
-        if begins is None or begins == self.begins + last.steps:
-            return begins
-        # Whole epochs may lie in between, if the step took as many batches as the others.
-        regular = last.steps == last.last_step and begins + done == self.number + self.entry.each
-        return begins if regular else None
+    def later(self, history: History, reading: Reading | None) -> Iterator[Reading]:
+        """Go on to the sessions that were not seen yet, one by one, up to `reading`."""
+        if reading is None or reading is self.reading:
+            return
+        readings = list(dict.fromkeys(each for each, _, _ in history))
+        seen = readings.index(self.reading) + 1 if self.reading in readings else 0
+        for each in readings[seen : readings.index(reading) + 1]:
+            self.begins += 0 if self.reading is None else self.reading.steps
+            if self.reading not in readings:  # what was left of it, a load or a seek has given up
+                self.number = self.begins
+            self.reading = each
+            yield each
 
 
 def _trained_on(history: History, in_flight: int) -> tuple[Reading | None, int]:
@@ -90,98 +97,104 @@ def _trained_on(history: History, in_flight: int) -> tuple[Reading | None, int]:
     return reading, reading.steps - sum(each[0] is reading for each in taken)
 
 
+def described(loader: Loader, reading: Reading) -> dict[str, Any]:
+    """From what a session's batches follow: the state at its beginning, and how the ranks share the rest."""
+    run, adapter = reading.run, loader._progress.context.adapter
+    facts, skipped, holes = adapter.facts, run.skipped or Holes(), run.holes or Holes()
+    if not (can := adapter.stated_promises.skips):
+        return {"unknown": can.reason}
+    try:
+        omit = text_of_omit({run.epoch: skipped}, run.epoch, holes)
+    except ValueError as error:
+        return {"unknown": str(error)}
+    return {
+        "epoch": run.epoch, "position": run.position, "seed": run.seed,
+        "size": None if run.share is None else run.share.size + holes.total, "world_size": run.world.world_size,
+        "batch_size": facts.batch_size, "fingerprint": loader._progress.states.fingerprint,
+        "detail": reading.session.detail(None), "omit": omit, "tail": run.tail, "drop_last": facts.drop_last,
+        "global_batch": loader.global_batch, "copies": facts.copies,
+    }  # fmt: skip
+
+
 class Ledger:
-    """The segment of this start of the run. A change that cannot be computed makes a line; a snapshot has them written.
+    """The lines of this start of the run: one for each session, and where a step begins to take more or fewer batches.
 
     Args:
         snapshot: the path of the newest snapshot; absolute.
     """
 
     def __init__(self, snapshot: Path) -> None:
-        self._snapshot = snapshot
+        self._path = ledger_path(snapshot)
         self.begin(None, 0)
 
-    def begin(self, before: dict[str, Any] | None, step: int) -> None:
-        """Begin a segment. `before`: what the snapshot that was loaded says of the ledger; None if nothing."""
-        self._segment = uuid.uuid4().hex[:12]
-        self._known: dict[str, _Course] = {}
-        self._lines = self._bytes = self._step = 0  # of all lines; of those written; of the last one
+    def begin(self, count: dict[str, Any] | None, step: int) -> None:
+        """The run was started. `count`: what the loaded snapshot says of the ledger; None if nothing."""
+        self._count: dict[str, Any] = {"run": uuid.uuid4().hex[:12], "lines": [], "step": step} | (count or {})
+        self._start, self._last = step, self._count["step"]
+        self._courses: dict[str, _Course] = {}
         self._pending: list[str] = []
-        self._start, self._before = step, before
-        self._add({"ledger": FORMAT, "segment": self._segment, "step": step, "continues": before})
-
-    def _add(self, values: dict[str, Any]) -> None:
-        # With the step of the line before, a damaged line leaves it known until when the one before it held.
-        self._pending.append(seal({**values, "before": self._step}))
-        self._lines, self._step = self._lines + 1, values["step"]
+        self._bytes: int | None = None  # of the file, as this start has left it
 
     def look(self, loaders: Mapping[str, Loader], steps: int, in_flight: int, body: Body | None) -> None:
         """See what the step took that was just counted. `in_flight`: as `Snapshot.step` has it."""
         for name, loader in loaders.items():
-            known, progress = self._known.get(name), loader._progress
-            if known is not None and known.entry.unknown:
+            course, progress = self._courses.setdefault(name, _Course()), loader._progress
+            if "unknown" in course.line:
                 continue
             ahead = in_flight if body is None or not in_flight else body.in_flight_of(name, in_flight)
-            reading, done = _trained_on(progress.history, ahead)
-            if reading is not None and (known is None or reading is not known.reading):
-                is_open = reading in (progress.reading, progress.spent) and progress.latest() is not None
-                if not (is_open or ahead or len(loaders) == 1):
-                    reading = None  # it was read between two steps, and left: a validation
-            course, last = known, None if known is None else known.entry
-            if reading is not None and (known is None or reading is not known.reading):
-                course = self._turn(name, loader, reading, done, steps)
-            if course is None:
-                continue
-            more = 0 if reading is None else max(0, course.begins + done - course.number)
-            if course is not known or more != course.entry.each:
-                course.entry = replace(course.entry, step=steps - 1, each=more, given=course.number)
-                self._add(course.entry.changes(last))
-            course.number += more
+            history = progress.history
+            reading, done = _trained_on(history, ahead)
+            forgotten = len(history) == history.maxlen and all(each is not course.reading for each, _, _ in history)
+            lines = [{"begins": course.begins, **described(loader, each)} for each in course.later(history, reading)]
+            if lines and forgotten and steps - 1 > self._start:
+                lines = [{"unknown": f"step {steps} took more batches than are remembered"}]
+            is_open = reading in (progress.reading, progress.spent) and progress.latest() is not None
+            # Otherwise it was read between two steps, and left: a validation.
+            trained = is_open or ahead > 0 or len(loaders) == 1 or not lines
+            number = course.begins + done if reading is course.reading and reading is not None else course.number
+            each = max(0, number - course.number) if trained else 0
+            if (lines and trained) or each != course.line.get("each", 0):
+                for line in lines or [{}]:
+                    self._add(name, course, {"each": each, "batch": course.number, **line}, steps - 1)
+            course.number = number
 
-    def _turn(self, name: str, loader: Loader, reading: Reading, done: int, steps: int) -> _Course:
-        """The course of a session that the step is the first to take batches of."""
-        known, fresh = self._known.get(name), Entry.of(name, loader, reading, steps - 1)
-        first = loader._progress.history[0][0]
-        if known is None and first is not reading and first.run.position and not fresh.unknown:
-            known = _Course(Entry.of(name, loader, first, steps - 1), first)  # the rest of the resumed epoch
-        begins = None if known is None else known.begin_of(fresh, reading, done)
-        if known is not None and begins is not None:
-            known.reading, known.begins = reading, begins
-            self._known[name] = known
-            return known
-        if fresh.unknown and not reading.run.world.rank:
+    def _add(self, name: str, course: _Course, values: dict[str, Any], step: int) -> None:
+        if "unknown" in values and course.reading is not None and not course.reading.run.world.rank:
             warn(
-                f"the ledger does not say which samples {name} gives, because {fresh.unknown}; trace will say so too"
+                f"the ledger does not say which samples {name} gives, because {values['unknown']}; trace will say so "
+                "too"
             )
-        self._known[name] = course = _Course(fresh, reading)
-        return course
-
-    # --- writing ---
+        values = {"run": self._count["run"], "start": self._start, **values}
+        new = {key: value for key, value in values.items() if course.line.get(key, ...) != value}
+        course.line |= values
+        # With the step of the line before, a damaged line leaves it known until when the one before it held.
+        self._pending.append(seal({"loader": name, "step": step, **new, "before": self._last}))
+        self._last = step
 
     def write(self) -> dict[str, Any]:
         """Write and sync what is new.
 
         Returns:
-            What the snapshot that is about to be saved says of the ledger: the segment, its lines, the step of the last
-            one, and that at which the segment starts; and the same of the segment that it continues, in case that its
-            own first line, which says this too, is damaged.
+            What the snapshot that is about to be saved says of the ledger: the `run`, the `lines` of the file that are
+            its own, as [first, after the last], and the `step` of the last of them.
 
         Raises:
             OSError: it cannot be written.
         """
         if self._pending:
-            path = segment_path(self._snapshot, self._segment)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-            with path.open("r+b") as file:
-                file.truncate(self._bytes)  # what an attempt has left that failed
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.touch()
+            with self._path.open("r+b") as file:
+                known = file.read(self._bytes)
+                self._bytes = known.rfind(b"\n") + 1  # a process that was killed may have left a part of a line
+                file.truncate(self._bytes)
                 file.seek(self._bytes)
                 file.write("".join(self._pending).encode())
                 file.flush()
                 os.fsync(file.fileno())
                 self._bytes = file.tell()
-            with contextlib.suppress(OSError):  # the snapshot's own folder is synced with a warning
-                sync_folder(path.parent)
+            begin, lines = known.count(b"\n"), self._count["lines"]
+            *others, (first, _) = lines if lines and lines[-1][1] == begin else [*lines, (begin, begin)]
+            self._count |= {"lines": [*others, [first, begin + len(self._pending)]], "step": self._last}
             self._pending.clear()
-        count = {"segment": self._segment, "lines": self._lines, "step": self._step, "start": self._start}
-        return {**count, "continues": _alone(self._before)}
+        return self._count

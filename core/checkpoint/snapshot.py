@@ -88,8 +88,8 @@ class Snapshot:
             signals: on which `step` saves and exits, SIGTERM and SIGUSR1 by default; empty to install no handlers.
             exit_status: of the SystemExit that follows. torchrun takes 0 for success. Pass another status if your
                 scheduler restarts the job on it.
-            ledger: whether to keep what each step was trained on in the folder ``snapshot.pt.ledger``: a few hundred
-                bytes for each start of the run. `midepoch trace` reads it.
+            ledger: whether to keep what each step was trained on in the file ``snapshot.pt.ledger``: a hundred bytes an
+                epoch. `midepoch trace` reads it.
             group: the processes that train together; None for all. It must support CPU tensors. If the default group
                 does not (NCCL only), a gloo group is made.
             parts: what to save, by name, as in `keywords`; for names that are arguments of Snapshot themselves.

@@ -331,12 +331,8 @@ class Progress:
         return Ticket(run.session, run.epoch, run.world.rank, reading.steps - 1)
 
     def _begin_tickets(self, reading: Reading, tickets: Tickets) -> None:
-        run, adapter = reading.run, self.context.adapter
-        share = run.share
-        if share is None:  # without an end
-            world, batch_size = adapter.sharing(run.world), adapter.facts.batch_size
-            share = Share(MAXIMUM_SIZE, reading.start, batch_size, world, run.tail, adapter.facts.drop_last)
-        tickets.begin(reading, share)
+        run, without_end = reading.run, self.context.adapter._share_of
+        tickets.begin(reading, run.share or without_end(MAXIMUM_SIZE, reading.start, run.world))
 
     def check_left(self, epoch: int) -> None:
         """Raise a MidepochError if the loader would go on to an epoch, and tickets of the one before are open."""
@@ -407,19 +403,17 @@ class Progress:
 
     def skip(self, start: int, stop: int, epoch: int) -> None:
         """As `Loader.skip`, with checked arguments."""
-        context, before = self.context, dict(self.context.skips)
-        context.skips = {**before, epoch: Holes([*before.get(epoch, ()), (start, stop)])}
+        context = self.context
+        skips = {**context.skips, epoch: Holes([*context.skips.get(epoch, ()), (start, stop)])}
         try:
-            text_of_omit(context.skips, self.epoch)
+            text_of_omit(skips, self.epoch, context.done.get(self.epoch))
         except ValueError as error:
-            context.skips = before
             raise StateError(f"{error}: skip fewer, longer ranges") from None
         if epoch == self.epoch and self.reading is not None:
-            context.skips = before
             self.suspend()  # what was handed out is where it was
-            context.skips = {**before, epoch: Holes([*before.get(epoch, ()), (start, stop)])}
             if (latest := self.latest()) is not None:
                 latest.resharded = True
+        context.skips = skips
         self.loaded, self.committed = self._skipping(self.loaded), self._skipping(self.committed)
 
     def _skipping(self, state: State | None) -> State | None:

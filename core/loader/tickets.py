@@ -7,10 +7,8 @@ several would be an interval of its own. From the steps of all ranks follow the 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import NamedTuple
 
 from ..errors import MidepochError, StateError
@@ -37,65 +35,49 @@ class Ticket(NamedTuple):
 
 
 class _Layout:
-    """Steps of all ranks that divide the same places: a session, and those opened again after it, but for a skip.
+    """Steps of all ranks that divide the same places: of a session, and of those opened after it, but for a skip.
 
     Attributes:
         share, holes: of the first session.
         start: its position.
-        readings: the sessions, each with the step at which it begins.
-        starts, stops: the steps that are finished, as intervals.
+        readings: the sessions.
+        done: the steps before this one are finished, and those in `beyond`.
     """
 
     def __init__(self, reading: Reading, share: Share) -> None:
         self.share, self.holes, self.start = share, reading.run.holes or Holes(), reading.run.position
-        self.readings = [(reading, 0)]
-        self.starts, self.stops = list[int](), list[int]()
+        self.readings = list[Reading]()
+        self.done, self.beyond = 0, set[int]()
 
     @property
-    def open(self) -> int:
-        """Batches that were handed out and are not finished."""
-        return sum(reading.steps for reading, _ in self.readings) - sum(self.stops) + sum(self.starts)
-
-    def add(self, reading: Reading, share: Share) -> int | None:
-        """The step at which a later session goes on; None if it divides other places."""
-        steps, rest = divmod(share.start - self.share.start, share.global_batch)
-        same = rest == 0 and list(reading.run.holes or ()) == list(self.holes) and share.world == self.share.world
-        if not same:
-            return None
-        self.readings.append((reading, steps))
-        return steps
+    def handed(self) -> int:
+        """Batches that were handed out."""
+        return sum(reading.steps for reading in self.readings)
 
     def finish(self, step: int) -> bool:
         """False if it is finished already."""
-        starts, stops = self.starts, self.stops
-        i = bisect_right(starts, step)
-        if i and step < stops[i - 1]:
+        if step < self.done or step in self.beyond:
             return False
-        after, before = i > 0 and stops[i - 1] == step, i < len(starts) and starts[i] == step + 1
-        if after and before:
-            del starts[i], stops[i - 1]
-        elif after:
-            stops[i - 1] += 1
-        elif before:
-            starts[i] -= 1
-        else:
-            starts.insert(i, step)
-            stops.insert(i, step + 1)
+        self.beyond.add(step)
+        while self.done in self.beyond:
+            self.beyond.remove(self.done)
+            self.done += 1
         return True
+
+    @property
+    def finished(self) -> Holes:
+        """The steps that are finished."""
+        return Holes([(0, self.done), *((step, step + 1) for step in self.beyond)])
 
     def positions(self, finished: Sequence[Holes]) -> Iterator[tuple[int, int]]:
         """The positions of the steps that are finished, by rank."""
-        share, spans, places = self.share, self.holes.spans, self.share.size
-        of_ranks = [replace(share, world=World(rank, len(finished))) for rank in range(len(finished))]
-        full = share.full_steps
-        for first, last in pairwise(sorted({full, *(end for each in finished for span in each for end in span)})):
-            ranks = [rank for rank, each in enumerate(finished) if first in each]
-            if len(ranks) == len(finished) and last <= full:  # in one piece
-                yield from spans(*(share.start + step * share.global_batch for step in (first, last)))
-                continue
-            for rank in ranks:
-                for start, stop in map(of_ranks[rank].span, range(first, last)):
-                    yield from spans(start, min(stop, places))
+        share, spans = self.share, self.holes.spans
+        common = min(share.full_steps, *(steps.stops[0] if 0 in steps else 0 for steps in finished))
+        yield from spans(share.start, share.start + common * share.global_batch)  # in one piece
+        for rank, steps in enumerate(finished):
+            mine = replace(share, world=World(rank, len(finished)))
+            for start, stop in (mine.span(step) for a, z in steps for step in range(max(a, common), z)):
+                yield from spans(start, min(stop, share.size))
 
 
 class Tickets:
@@ -111,23 +93,21 @@ class Tickets:
 
     def clear(self) -> None:
         """The loader goes elsewhere: no ticket is open."""
-        with self._lock:
-            self.epoch: int | None = None
-            self._layouts: list[_Layout] = []
-            self._sessions: dict[int, tuple[_Layout, int]] = {}
+        self.epoch: int | None = None
+        self._layouts: list[_Layout] = []
+        self._sessions: dict[int, tuple[_Layout, int]] = {}
 
     def begin(self, reading: Reading, share: Share) -> None:
         """A session was opened. `share`: of its places."""
         if self.epoch != reading.run.epoch:
             self.clear()
-        with self._lock:
-            self.epoch, layouts = reading.run.epoch, self._layouts
-            step = layouts[-1].add(reading, share) if layouts else None
-            if step is None:
-                if layouts and not any(each.steps for each, _ in layouts[-1].readings):
-                    layouts.pop()  # a look at a batch alone
-                layouts.append(_Layout(reading, share))
-            self._sessions[reading.run.session] = layouts[-1], step or 0
+        self.epoch = reading.run.epoch
+        if not self._layouts or list(self._layouts[-1].holes) != list(reading.run.holes or ()):
+            # One without a batch was a look alone.
+            self._layouts = [*(each for each in self._layouts if each.handed), _Layout(reading, share)]
+        layout = self._layouts[-1]
+        layout.readings.append(reading)
+        self._sessions[reading.run.session] = layout, (share.start - layout.share.start) // share.global_batch
 
     def finish(self, ticket: Ticket) -> None:
         """As `Loader.finish`."""
@@ -143,31 +123,29 @@ class Tickets:
 
     def finish_before(self, step: int) -> None:
         """What was handed out of the only session before its first ticket was asked for is finished."""
-        if step:
-            (layout,) = self._layouts
-            layout.starts, layout.stops = [0], [step]
+        self._layouts[0].done = step
 
     @property
     def open(self) -> int:
         """Batches that were handed out and are not finished."""
-        return sum(layout.open for layout in self._layouts)
+        return sum(each.handed - each.done - len(each.beyond) for each in self._layouts)
 
     @property
     def first(self) -> Reading:
         """The first session."""
-        return self._layouts[0].readings[0][0]
+        return self._layouts[0].readings[0]
 
     @property
     def last(self) -> tuple[Reading, int]:
         """The latest session, and the size of its epoch."""
         layout = self._layouts[-1]
-        return layout.readings[-1][0], layout.share.size + layout.holes.total
+        return layout.readings[-1], layout.share.size + layout.holes.total
 
     def text(self, ended: bool) -> str:
         """This rank's part of a state: whether all is done, and by the position of each layout the finished steps."""
         with self._lock:
-            done = [(each.start, Holes(zip(each.starts, each.stops, strict=True))) for each in self._layouts]
-            steps = [f"{start}:{steps.text()}" for start, steps in done if steps]
+            done = {each.start: each.finished for each in self._layouts}
+            steps = [f"{start}:{steps.text()}" for start, steps in done.items() if steps.total]
             return " ".join([str(int(ended and not self.open)), *steps])
 
     def finished(self, parts: Sequence[str]) -> Iterator[tuple[int, int]]:

@@ -13,7 +13,7 @@ from itertools import accumulate
 from math import gcd
 from operator import sub
 
-__all__ = ["MOST_HOLES", "Holes", "parse_omit", "text_of_omit"]
+__all__ = ["MOST_HOLES", "Holes", "parse_omit", "pieces_of", "text_of_omit"]
 
 MOST_HOLES = 512
 """Intervals in a state, of all epochs and of what is finished together."""
@@ -133,3 +133,17 @@ def parse_omit(text: str, epoch: int) -> tuple[dict[int, Holes], Holes]:
     if text_of_omit(skips, epoch, done) != text:
         raise ValueError(f"{text!r:.40} is not as midepoch writes it")
     return skips, done
+
+
+def pieces_of(start: int, stop: int, places: int, holes: Holes, skipped: Holes) -> list[tuple[int, int]]:
+    """The positions of the places [start, stop), as intervals; those beyond the last one repeat the epoch's first.
+
+    Args:
+        start, stop: as `Share.span` has them.
+        places: of the epoch, without `holes`.
+        holes: what is left out: `skipped`, and what is finished, which may be repeated.
+        skipped: see above.
+    """
+    whole = places + holes.total - skipped.total
+    repeats = [skipped.position_of(place % whole) for place in range(max(start - places, 0), stop - places)]
+    return holes.spans(start, min(stop, places)) + [(position, position + 1) for position in repeats]

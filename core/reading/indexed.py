@@ -22,7 +22,7 @@ from torch.utils.data import StackDataset, Subset
 from ..errors import SourceError
 from ..loader.adapter import Run
 from ..order import EpochOrder
-from ..order.holes import Holes
+from ..order.holes import Holes, pieces_of
 from ..order.keys import derive_key, derive_keys, extend_key
 from ..randomness.streams import Purpose, Streams
 from ..samplers import MaterializedEpoch
@@ -165,18 +165,13 @@ def _around(
     holes: Holes, skipped: Holes, order: EpochOrder | MaterializedEpoch, places: int, block: list[tuple[int, int]]
 ) -> list[_Batch]:
     """The same around positions that are left out: the spans are of places."""
-    size = places + holes.total
-    cut = []  # each batch, in pieces
-    for start, stop in block:
-        beyond = range(max(start - places, 0), stop - places)
-        repeats = [skipped.position_of(place % (size - skipped.total)) for place in beyond]
-        cut.append(holes.spans(start, min(stop, places)) + [(position, position + 1) for position in repeats])
+    cut = [pieces_of(start, stop, places, holes, skipped) for start, stop in block]  # each batch, in pieces
     row = _listed(order, [piece for pieces in cut for piece in pieces])
     batches: list[_Batch] = []
     for (start, _), pieces in zip(block, cut, strict=True):
         positions = [position for first, stop in pieces for position in range(first, stop)]
         indices = list(itertools.islice(row, len(positions)))
-        batches.append((positions[0] if start < places else size + start - places, indices, positions))
+        batches.append((positions[0] if start < places else start + holes.total, indices, positions))
     return batches
 
 

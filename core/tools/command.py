@@ -6,11 +6,14 @@ import contextlib
 import importlib.util
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
-__all__ = ["DIFFERENT", "INTERRUPTED", "UNABLE", "fail", "integers", "names", "require", "sigterm_unwinds"]
+from ..errors import SnapshotError
+
+__all__ = ["DIFFERENT", "INTERRUPTED", "UNABLE", "fail", "integers", "names", "require", "sigterm_unwinds", "write_new"]
 
 DIFFERENT, UNABLE, INTERRUPTED = 1, 2, 130  # exit statuses
 
@@ -66,3 +69,15 @@ def sigterm_unwinds() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def write_new(out: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file that does not exist yet. Raises SnapshotError if it does, or cannot be written."""
+    try:
+        with out.open("xb") as file:
+            write(file)
+    except FileExistsError:
+        raise SnapshotError(f"{out} exists already: name a file that does not") from None
+    except Exception as error:
+        out.unlink(missing_ok=True)
+        raise SnapshotError(f"{out} cannot be written ({str(error)[:200]}): name another place") from error

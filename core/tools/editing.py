@@ -14,7 +14,8 @@ from ..checkpoint.files import checksums
 from ..errors import SnapshotError, StateError
 from ..order.holes import Holes, parse_omit, text_of_omit
 from ..state.format import reseal
-from .inspection import FoundState, content_of, find_states, is_archive
+from .command import write_new
+from .inspection import content_of, find_states, is_archive
 
 __all__ = ["skip"]
 
@@ -38,33 +39,21 @@ def skip(path: Path, ranges: Sequence[str], out: Path, name: str | None = None) 
     if path.is_dir():
         raise SnapshotError(f"{path} is a folder: name the file in it that has the loader's state")
     content = content_of(path)
-    found = _one(path, list(find_states(path, content)), name)
-    if found.problem:
-        raise StateError(f"{found.name or path}: {found.problem}")
-    found.state.update(_skipping(found.state, ranges))
-    try:
-        with out.open("xb") as file, checksums():
-            if is_archive(path):
-                torch.save(content, file)
-            else:
-                file.write(json.dumps(content).encode())
-    except FileExistsError:
-        raise SnapshotError(f"{out} exists already: name a file that does not") from None
-    except Exception as error:
-        out.unlink(missing_ok=True)
-        raise SnapshotError(f"{out} cannot be written ({str(error)[:200]}): name another place") from error
-
-
-def _one(path: Path, states: list[FoundState], name: str | None) -> FoundState:
-    names = [each.name for each in states]
-    chosen = states if name is None else [each for each in states if each.name == name]
+    states = {each.name: each for each in find_states(path, content)}
+    chosen = list(states.values()) if name is None else [states[name]] if name in states else []
     if len(chosen) != 1:
         raise SnapshotError(
-            f"{path} has {len(states)} states of loaders ({', '.join(names)[:200]}): name one of them with --state"
+            f"{path} has {len(states)} states of loaders ({', '.join(states)[:200]}): name one of them with --state"
             if states
             else f"{path} has no state of a loader: name a checkpoint that has"
         )
-    return chosen[0]
+    (found,) = chosen
+    if found.problem:
+        raise StateError(f"{found.name or path}: {found.problem}")
+    found.state.update(_skipping(found.state, ranges))
+    text = None if is_archive(path) else json.dumps(content).encode()
+    with checksums():
+        write_new(out, lambda file: torch.save(content, file) if text is None else file.write(text))
 
 
 def _skipping(state: dict[str, Any], ranges: Sequence[str]) -> dict[str, Any]:

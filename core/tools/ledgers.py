@@ -1,26 +1,79 @@
-"""Reading a ledger, from the newest snapshot back to the first step. What is sound is used, and damage is told."""
+"""Reading a ledger: the batches that each step was trained on. What is sound is used, and damage is told."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..checkpoint.entries import Entry, unseal
 from ..checkpoint.files import find, read
-from ..checkpoint.ledger import FORMAT, is_count, segment_path
+from ..checkpoint.ledger import is_count, ledger_path, unseal
 from ..errors import SnapshotError
+from ..order import MAXIMUM_SIZE
+from ..order.holes import Holes, parse_omit, pieces_of
+from ..world import MicroShare, Share, World
 
-__all__ = ["Ledger", "Stretch", "read_ledger"]
+__all__ = ["Entry", "Ledger", "Stretch", "read_ledger"]
+
+class Entry(dict[str, Any]):
+    """A line of a ledger, with what its loader's lines before it have said: docs/format.md lists the keys.
+
+    Attributes:
+        skipped, holes: what its epoch leaves out; and what was finished before its session, too.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        epoch = self.get("epoch", 0)
+        skips, done = parse_omit(self.get("omit", ""), epoch)
+        self.skipped = skips.get(epoch, Holes())
+        self.holes = Holes([*self.skipped, *done])
+
+    def share(self, rank: int = 0) -> Share:
+        """A rank's batches in the session, in places (`midepoch.order.holes`)."""
+        world = World(rank // self["copies"], self["world_size"] // self["copies"])
+        size = MAXIMUM_SIZE if self["size"] is None else self["size"]
+        start, size = map(self.holes.place_of, (self["position"], size))
+        fields = (size, start, self["batch_size"], world, self["tail"], self["drop_last"])
+        return Share(*fields) if self["global_batch"] is None else MicroShare(*fields, self["global_batch"])
+
+    def positions(self, rank: int, number: int) -> list[int] | None:
+        """Of the units of a batch of the session, in order; None if the rank has no such batch."""
+        share = self.share(rank)
+        if not 0 <= number < share.steps:
+            return None
+        pieces = pieces_of(*share.span(number), share.size, self.holes, self.skipped)
+        return [position for start, stop in pieces for position in range(start, stop)]
 
 
 class Stretch(NamedTuple):
-    """Steps of a loader that follow from one entry: those from `first` to `last`, counted from 1."""
+    """Steps, from `first` to `last`, counted from 1, each of which takes as many batches of a loader.
+
+    Attributes:
+        first, last: see above.
+        entry: that says how many, from which batch on.
+        chain, at: the loader's entries in this start of the run, and the number of this one.
+    """
 
     first: int
     last: int
     entry: Entry
+    chain: list[Entry]
+    at: int
+
+    def taken(self, first: int, last: int) -> list[tuple[Entry, int, int]]:
+        """What these steps took: the entries of the sessions, and the batches [start, stop) of each."""
+        begin = self.entry["batch"] + (first - 1 - self.entry["step"]) * self.entry["each"]
+        stop, at, found = begin + (last + 1 - first) * self.entry["each"], self.at, []
+        while begin < stop:
+            each = self.chain[at]
+            start = max(begin, each["begins"]) if at else begin
+            if start < stop:
+                found.append((each, start - each["begins"], stop - each["begins"]))
+                stop = start
+            at -= 1
+        return found[::-1]
 
 
 @dataclass(frozen=True)
@@ -31,7 +84,7 @@ class Ledger:
         path: of the snapshot.
         steps: that it was saved after.
         stretches: sorted by their first steps.
-        starts: the steps from which on the run was started, the latest first, as far as is known.
+        starts: the steps after which the run was started, as far as is known.
         problems: what is damaged or missing.
     """
 
@@ -52,9 +105,9 @@ class Ledger:
             raise ValueError(f"step {step} is not of this run: name one from 1 to {self.steps}")
         covered = [each for each in self.stretches if each.first <= step <= each.last]
         if not covered:
-            why = "; ".join(self.problems) or f"it begins after step {self.starts[-1] if self.starts else self.steps}"
+            why = "; ".join(self.problems) or f"it begins after step {min(self.starts, default=self.steps)}"
             raise SnapshotError(f"the ledger does not say what step {step} was trained on ({why}): name another step")
-        return [each for each in covered if each.entry.each or each.entry.unknown]
+        return [each for each in covered if each.entry["each"] or "unknown" in each.entry]
 
 
 def read_ledger(path: Path) -> Ledger:
@@ -64,7 +117,7 @@ def read_ledger(path: Path) -> Ledger:
         SnapshotError: there is none, or no snapshot can be read.
     """
     if path.is_dir():
-        found = [each for each in path.glob("*.ledger") if each.is_dir()]
+        found = list(path.glob("*.ledger"))
         if len(found) != 1:
             raise SnapshotError(
                 f"{path} has {len(found)} ledgers: name the snapshot, which was saved by Snapshot(..., ledger=True)"
@@ -77,90 +130,44 @@ def read_ledger(path: Path) -> Ledger:
     count, end = content.get("ledger"), content["steps"]
     if count is None or not is_count(count):
         raise SnapshotError(f"{newest.path} has no ledger: it was saved without Snapshot(..., ledger=True)")
-    stretches: list[Stretch] = []
-    starts: list[int] = []
-    problems, seen = list(newest.damaged), set[str]()
-    while count is not None and count["segment"] not in seen:
-        seen.add(count["segment"])
-        segment = _Segment(segment_path(path, count["segment"]), count, end)
-        stretches += segment.stretches()
-        problems += segment.problems
-        end = count["start"]
-        starts.append(end)
-        count = count.get("continues") if segment.header is None else segment.header["continues"]
-    stretches.sort(key=lambda each: (each.first, each.last, each.entry.loader))
-    return Ledger(newest.path, content["steps"], tuple(stretches), tuple(starts), tuple(problems))
-
-
-class _Segment:
-    """One segment, as far as it is sound.
-
-    Args:
-        path: of its file.
-        count: what a snapshot says of it.
-        end: the steps at which that snapshot was saved.
-
-    Attributes:
-        header: what its first line says; None if that is damaged.
-        entries: of the other lines.
-        until: the steps to which the entries hold.
-        problems: the first line that is damaged, if there is one.
-    """
-
-    def __init__(self, path: Path, count: dict[str, Any], end: int) -> None:
-        self.header: dict[str, Any] | None = None
-        self.entries: list[Entry] = []
-        self.until, self.problems = end, list[str]()
-        try:
-            lines = path.read_bytes().split(b"\n")[:-1]
-        except OSError as error:
-            self.problems.append(f"{path} cannot be read ({error.strerror}); it belongs to this snapshot's run")
-            return
-        number = 0
-        try:
-            for number in range(count["lines"]):
-                if number >= len(lines):
-                    raise ValueError("it is missing")
-                self._take(unseal(lines[number]), number, path.stem, count["start"], end)
-        except ValueError as error:
-            # The line after it says at which step it was written.
-            following = lines[number + 1 : number + 2] if number + 1 < count["lines"] else []
-            step = count["step"] if number + 1 == count["lines"] else _before(following)
-            known = self.entries[-1].step if self.entries else count["start"]
-            self.until = max(known, min(step, end))
-            self.problems.append(
-                f"{path}, line {number + 1} is damaged: {error}. Steps {self.until + 1} to {end} are unknown"
-            )
-
-    def _take(self, values: dict[str, Any], number: int, name: str, start: int, end: int) -> None:
-        if number == 0:
-            step, before = values.get("step"), values.get("continues")
-            if values.get("ledger") != FORMAT or values.get("segment") != name:
-                raise ValueError("it is another run's, or of another format")
-            if step != start or not is_count(before):
-                raise ValueError("it does not say where the run was started")
-            self.header = values
-            return
-        last = next((each for each in reversed(self.entries) if each.loader == values.get("loader")), None)
-        entry = Entry.read(values, last)
-        if not (self.entries[-1].step if self.entries else start) <= entry.step < end:
-            raise ValueError("its step is out of sequence")
-        self.entries.append(entry)
-
-    def stretches(self) -> Iterator[Stretch]:
-        """The steps that are known."""
-        ends: dict[str, int] = {}
-        for entry in reversed(self.entries):
-            last = ends.get(entry.loader, self.until)
-            ends[entry.loader] = entry.step
-            if entry.step < last:
-                yield Stretch(entry.step + 1, last, entry)
-
-
-def _before(lines: list[bytes]) -> int:
-    """What a line says of the step of the line before; 0 if it is damaged too."""
+    file, problems = ledger_path(path), list(newest.damaged)
     try:
-        before = unseal(lines[0])["before"]
-        return before if type(before) is int else 0
-    except (ValueError, KeyError, IndexError):
-        return 0
+        lines = file.read_bytes().split(b"\n")[:-1] if count["lines"] else []
+    except OSError as error:
+        problems.append(f"{file} cannot be read ({error.strerror}); it belongs to this snapshot's run")
+        lines, count = [], {**count, "lines": []}
+    chains, stretches, starts = dict[str, list[Entry]](), list[Stretch](), set[int]()
+
+    def hold(some: Iterable[list[Entry]], until: int) -> None:
+        """The latest entry of each holds until a step."""
+        for chain in some:
+            if chain[-1]["step"] < until:
+                stretches.append(Stretch(chain[-1]["step"] + 1, until, chain[-1], chain, len(chain) - 1))
+
+    damaged = False
+    for number in (each for part in count["lines"] for each in range(*part)):
+        try:
+            values = unseal(lines[number])
+            if values.get("run", count["run"]) != count["run"]:
+                raise ValueError("it is another run's")
+        except (IndexError, ValueError) as error:
+            why = "it is missing" if number >= len(lines) else error
+            problems += [f"{file}, line {number + 1} is damaged: {why}"] * (not damaged)
+            damaged = True
+            if number < len(lines):
+                continue
+            break
+        before, name = values.pop("before"), values["loader"]
+        if damaged:  # each line says when the one before it was written
+            hold(chains.values(), before)
+            chains, damaged = {}, False
+        if "run" not in values and name not in chains:
+            continue  # it follows a damaged one: no more is known until the run is started again
+        chain = [] if "run" in values else chains[name]
+        hold([chains[name]] if name in chains else [], values["step"])
+        chain.append(Entry({**(chain[-1] if chain else {}), **values}))
+        chains[name] = chain
+        starts.add(chain[-1]["start"])
+    hold(chains.values(), count["step"] if damaged else end)
+    stretches.sort(key=lambda each: (each.first, each.last, each.entry["loader"]))
+    return Ledger(newest.path, end, tuple(stretches), tuple(sorted(starts)), tuple(problems))

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
-from ..checkpoint.entries import Entry
+from ..checkpoint.ledger import described
 from ..errors import MidepochError, SourceError, StateMismatchError, UnsupportedSourceError
 from ..loader.lending import loader_of
 from ..loader.loader import Loader
 from ..loader.part import Part
-from ..order.holes import text_of_omit
-from ..state.format import compare_fingerprints, reseal
-from ..state.parts import seal_detail
+from ..loader.place import Place
+from ..state.format import compare_fingerprints
 from ..world import MicroShare, World
 from ..wrapping import wrap
+from .ledgers import Entry
 from .targets import find_target
-from .tracing import Batch
 
 __all__ = ["Source"]
 
@@ -38,80 +36,73 @@ class Source:
     def __init__(self, target: str) -> None:
         self._target, self._make = target, find_target(target)
 
-    def _loader(self, entry: Entry, rank: int) -> Loader:
-        """As a rank of the run had it.
-
-        Raises:
-            StateMismatchError: the run had another one.
-        """
-        stated = {"rank": rank, "world_size": entry.world_size, "batch_size": entry.batch_size, "seed": entry.seed}
+    def _made(self, entry: Entry, rank: int) -> Loader:
+        """The loader, as a rank of the run had it."""
+        stated = {"rank": rank, **{name: entry[name] for name in ("world_size", "batch_size", "seed")}}
         taken = inspect.signature(self._make).parameters
         try:
             made = self._make(**{name: value for name, value in stated.items() if name in taken})
         except Exception as error:
             raise SourceError(f"{self._target} fails ({type(error).__name__}: {error}): correct it") from error
-        given, world = loader_of(made), World(rank, entry.world_size)
+        given, world, together = loader_of(made), World(rank, entry["world_size"]), entry["global_batch"]
         if given is not None:
-            loader = wrap(given.source, **Part("", given).options | {"world": world})
-        else:
-            tail = entry.tail if entry.together is None else None
-            loader = wrap(made, seed=entry.seed, tail=tail, global_batch=entry.together, world=world)
-        facts, adapter = loader._adapter.facts, loader._adapter
-        compare_fingerprints(entry.fingerprint, loader._progress.states.fingerprint)
-        for name, here in (
-            ("batch_size", facts.batch_size), ("drop_last", facts.drop_last), ("tail", adapter.tail_in_use),
-            ("together", loader.global_batch), ("copies", facts.copies),
-        ):  # fmt: skip
-            if here != getattr(entry, name):
-                raise StateMismatchError(
-                    f"{name.replace('together', 'global_batch')} differs: the run had {getattr(entry, name)}, "
-                    f"{self._target} has {here}: build the loader as in the run"
-                )
-        return loader
+            return wrap(given.source, **Part("", given).options | {"world": world})
+        tail = entry["tail"] if together is None else None
+        return wrap(made, seed=entry["seed"], tail=tail, global_batch=together, world=world)
 
-    def __call__(self, entry: Entry, epoch: int) -> list[list[Any]]:
+    def _open(self, entry: Entry, rank: int, start: int = 0) -> tuple[Loader, int]:
+        """The loader, open at its session's batch `start`, or so many batches before as are returned too.
+
+        Raises:
+            StateMismatchError: the run had another one.
+        """
+        loader, share, before = self._made(entry, rank), entry.share(rank), 0
+        moved = start * share.global_batch
+        if isinstance(share, MicroShare):
+            whole, before = divmod(start, share.micro_steps)
+            moved = whole * share.together
+        position = entry.holes.position_of(share.start + moved) if start else entry["position"]
+        context, progress, epoch = loader._context, loader._progress, entry["epoch"]
+        if loader._options.seed is None:
+            context.take_seed(entry["seed"])
+        if entry.holes.total:
+            context.skips, context.done = {epoch: entry.skipped}, {epoch: entry.holes}
+        progress.put(Place(epoch, position, entry["detail"]))
+        compare_fingerprints(entry["fingerprint"], progress.states.fingerprint)
+        reading = progress.reading if progress.open() else None
+        here = {} if reading is None else described(loader, reading) | {"position": entry["position"]}
+        for name, value in here.items():
+            if value != entry.get(name):
+                raise StateMismatchError(
+                    f"{name} differs: the run had {entry.get(name)}, {self._target} has {value}: build the loader as "
+                    "in the run"
+                )
+        return loader, before
+
+    def listed(self, entry: Entry) -> list[list[Any]]:
         """The indices of the samples at each position of an epoch.
 
         Raises:
             MidepochError: the run had another source, or its samples have no indices.
         """
-        with self._loader(entry, 0) as loader:
-            samples = loader._adapter.samples(entry.seed, epoch)
+        with self._open(entry, 0)[0] as loader:
+            samples = loader._adapter.samples(entry["seed"], entry["epoch"])
             if samples is None:
                 raise UnsupportedSourceError(f"the samples of {self._target} have no indices: name another loader")
-            if entry.detail and entry.detail != f"crc={samples.listed}":
-                raise StateMismatchError(
-                    f"the list of epoch {epoch} differs: the run had {entry.detail}, {self._target} gives "
-                    f"crc={samples.listed}: build the sampler as in the run"
-                )
             return [samples.indices(unit) for unit in range(samples.units)]
 
-    def read(self, entry: Entry, batches: Sequence[Batch]) -> list[Any]:
-        """The batches of one rank, bit for bit.
+    def read(self, taken: list[tuple[Entry, int, int]], rank: int) -> list[Any]:
+        """Batches of a rank, bit for bit. `taken`: as `Stretch.taken` returns it.
 
         Raises:
             MidepochError: the run had another source, or it cannot be read.
         """
         found = []
-        for epoch, some in itertools.groupby(batches, key=lambda each: each.epoch):
-            wanted, share = list(some), entry.share(epoch)
-            together, steps = share.global_batch, 1
-            if isinstance(share, MicroShare):
-                together, steps = share.together, share.micro_steps
-            whole, before = divmod(wanted[0].step, steps)
-            with self._loader(entry, wanted[0].rank) as loader:
-                state = {
-                    **loader.state_dict(),
-                    "epoch": epoch,
-                    "position": entry.holes(epoch).position_of(share.start + whole * together),
-                    "seed": entry.seed,
-                    "size": entry.size,
-                    "omit": text_of_omit(entry.skips, epoch),
-                }
-                state["detail"] = seal_detail(entry.detail, 0, state)
-                loader.load_state_dict(reseal(state))
+        for entry, start, stop in taken:
+            loader, before = self._open(entry, rank, start)
+            with loader:
                 try:
-                    found += list(itertools.islice(loader, before, before + len(wanted)))
+                    found += list(itertools.islice(loader, before, before + stop - start))
                 except MidepochError:
                     raise
                 except Exception as error:

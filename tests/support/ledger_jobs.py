@@ -10,7 +10,7 @@ import midepoch
 from midepoch import Snapshot, World
 from midepoch.order.holes import parse_omit, text_of_omit
 from midepoch.tools.ledgers import Ledger
-from midepoch.tools.tracing import Listing, batches_at, indices_of, sights_of
+from midepoch.tools.trace import at_step, given_to
 
 __all__ = ["Job", "Seen", "sights", "told"]
 
@@ -88,19 +88,17 @@ class Job:
         return found
 
 
-def told(ledger: Ledger, listing: Listing | None = None, only: int = 0) -> Seen:
+def told(ledger: Ledger, only: int = 0) -> Seen:
     """What a ledger says of all steps of a run, or of one."""
     found: Seen = {}
     for step in (only,) if only else range(1, ledger.steps + 1):
         found[step] = {}
         for stretch in ledger.at(step):
-            for rank in range(stretch.entry.world_size):
-                batches = [each for each in batches_at(stretch, step, rank) if each.weight]
-                indices = [indices_of(stretch.entry, each.epoch, each.positions, listing) for each in batches]
-                found[step][rank] = indices
+            for rank in at_step(stretch, step, None, None)["ranks"]:
+                found[step][rank["rank"]] = [each["indices"] for each in rank["batches"] if each["weight"]]
     return found
 
 
-def sights(ledger: Ledger, index: int, listing: Listing | None = None) -> list[tuple[int, int]]:
+def sights(ledger: Ledger, index: int) -> list[tuple[int, int]]:
     """The steps and ranks that a ledger says were given a sample."""
-    return [each[:2] for stretch in ledger.stretches for each in sights_of(stretch, index, listing)]
+    return [(each["step"], each["rank"]) for stretch in ledger.stretches for each in given_to(stretch, index, None)]

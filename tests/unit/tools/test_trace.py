@@ -207,7 +207,8 @@ def test_as_people_and_programs_read_it(tmp_path: Path) -> None:
     train(path, plain, ranks=2)
     done = command(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "30 steps of" in done.stdout and "steps 1 to 7: data from epoch 0, position 0" in done.stdout
+    assert "30 steps of" in done.stdout
+    assert "steps 1 to 7: loader data, each 1, epoch 0, position 0, seed 5" in done.stdout
     done = command(path, "--step", 7, "--rank", 1)
     (batch,) = trace(tmp_path, 7)["loaders"][0]["ranks"][1]["batches"]
     assert f"rank 1: epoch 0, positions 49: {batch['indices'][0]}\n" in done.stdout
@@ -233,9 +234,9 @@ def test_exit_statuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         done = command(*arguments)
         assert done.returncode == 2 and words in done.stderr, done
-    (segment,) = (tmp_path / "snapshot.pt.ledger").iterdir()
-    lines = segment.read_bytes().splitlines(keepends=True)
-    segment.write_bytes(b"".join([*lines[:2], lines[2].replace(b"3", b"4", 1), *lines[3:]]))
+    file = tmp_path / "snapshot.pt.ledger"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([*lines[:2], lines[2].replace(b"3", b"4", 1), *lines[3:]]))
     done = command(path, "--step", 3)
     assert done.returncode == 1 and "line 3 is damaged" in done.stdout and "rank 0" in done.stdout
     done = command(path, "--step", 29)
