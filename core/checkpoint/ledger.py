@@ -12,7 +12,6 @@ import uuid
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +31,12 @@ def ledger_path(snapshot: Path) -> Path:
 
 def is_count(value: Any) -> bool:
     """Whether this is what a snapshot says of its ledger, as `Ledger.write` returns it; or None."""
-    if value is None:
-        return True
-    match value:
-        case {"run": str(), "step": int(), "lines": list(lines), **others} if not others:
-            ends: list[Any] = [0]
-            for each in lines:
-                ends += each if isinstance(each, list) and len(each) == 2 else [None]
-            return all(type(end) is int for end in ends) and all(a <= z for a, z in pairwise(ends))
-    return False
+    try:
+        ends = [0, *(end for first, stop in value["lines"] for end in (first, stop))]
+        kinds = {type(value["run"]) is str, *(type(each) is int for each in (value["step"], *ends))}
+        return kinds == {True} and ends == sorted(ends) and value.keys() == {"run", "lines", "step"}
+    except (TypeError, KeyError, ValueError):
+        return value is None
 
 
 def seal(values: Mapping[str, Any]) -> str:

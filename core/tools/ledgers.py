@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from ..order.holes import Holes, parse_omit, pieces_of
 from ..world import MicroShare, Share, World
 
 __all__ = ["Entry", "Ledger", "Stretch", "read_ledger"]
+
 
 class Entry(dict[str, Any]):
     """A line of a ledger, with what its loader's lines before it have said: docs/format.md lists the keys.
@@ -48,12 +49,9 @@ class Entry(dict[str, Any]):
 
 
 class Stretch(NamedTuple):
-    """Steps, from `first` to `last`, counted from 1, each of which takes as many batches of a loader.
+    """Steps `first` to `last`, counted from 1, of which an `entry` says how many batches of its loader each takes.
 
-    Attributes:
-        first, last: see above.
-        entry: that says how many, from which batch on.
-        chain, at: the loader's entries in this start of the run, and the number of this one.
+    The `chain` has the loader's entries since the run was started; this one is at `at`.
     """
 
     first: int
@@ -78,12 +76,9 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Ledger:
-    """What the ledger says of the run of one snapshot.
+    """What a ledger says of the run of the snapshot at `path`, saved after `steps`.
 
     Attributes:
-        path: of the snapshot.
-        steps: that it was saved after.
-        stretches: sorted by their first steps.
         starts: the steps after which the run was started, as far as is known.
         problems: what is damaged or missing.
     """
@@ -119,12 +114,9 @@ def read_ledger(path: Path) -> Ledger:
     if path.is_dir():
         found = list(path.glob("*.ledger"))
         if len(found) != 1:
-            raise SnapshotError(
-                f"{path} has {len(found)} ledgers: name the snapshot, which was saved by Snapshot(..., ledger=True)"
-            )
+            raise SnapshotError(f"{path} has {len(found)} ledgers: name the snapshot of a run with ledger=True")
         path = found[0].with_suffix("")
-    newest = find(path, check=False)
-    if newest is None:
+    if (newest := find(path, check=False)) is None:
         raise SnapshotError(f"{path} is missing, and only a snapshot says how much of a ledger holds: restore one")
     content = read(newest.path, mapped=True)
     count, end = content.get("ledger"), content["steps"]
@@ -138,14 +130,14 @@ def read_ledger(path: Path) -> Ledger:
         lines, count = [], {**count, "lines": []}
     chains, stretches, starts = dict[str, list[Entry]](), list[Stretch](), set[int]()
 
-    def hold(some: Iterable[list[Entry]], until: int) -> None:
+    def hold(until: int, *some: list[Entry]) -> None:
         """The latest entry of each holds until a step."""
         for chain in some:
             if chain[-1]["step"] < until:
                 stretches.append(Stretch(chain[-1]["step"] + 1, until, chain[-1], chain, len(chain) - 1))
 
     damaged = False
-    for number in (each for part in count["lines"] for each in range(*part)):
+    for number in (each for part in count["lines"] for each in range(part[0], min(part[1], len(lines) + 1))):
         try:
             values = unseal(lines[number])
             if values.get("run", count["run"]) != count["run"]:
@@ -154,20 +146,18 @@ def read_ledger(path: Path) -> Ledger:
             why = "it is missing" if number >= len(lines) else error
             problems += [f"{file}, line {number + 1} is damaged: {why}"] * (not damaged)
             damaged = True
-            if number < len(lines):
-                continue
-            break
+            continue
         before, name = values.pop("before"), values["loader"]
         if damaged:  # each line says when the one before it was written
-            hold(chains.values(), before)
+            hold(before, *chains.values())
             chains, damaged = {}, False
-        if "run" not in values and name not in chains:
-            continue  # it follows a damaged one: no more is known until the run is started again
-        chain = [] if "run" in values else chains[name]
-        hold([chains[name]] if name in chains else [], values["step"])
-        chain.append(Entry({**(chain[-1] if chain else {}), **values}))
-        chains[name] = chain
-        starts.add(chain[-1]["start"])
-    hold(chains.values(), count["step"] if damaged else end)
+        if name in chains:
+            hold(values["step"], chains[name])
+        if "run" in values:
+            chains[name] = [Entry(values)]
+            starts.add(values["start"])
+        elif name in chains:  # otherwise one before it is damaged, and no more is known until the run is started again
+            chains[name].append(Entry({**chains[name][-1], **values}))
+    hold(count["step"] if damaged else end, *chains.values())
     stretches.sort(key=lambda each: (each.first, each.last, each.entry["loader"]))
     return Ledger(newest.path, end, tuple(stretches), tuple(sorted(starts)), tuple(problems))

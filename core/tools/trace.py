@@ -31,15 +31,7 @@ def trace(
     path: Path, step: int | None = None, rank: int | None = None, sample: int | None = None, loader: str | None = None,
     source: str | None = None, out: Path | None = None,
 ) -> Answer:  # fmt: skip
-    """What the ledger beside a snapshot says of a step, of a sample, or of the whole run.
-
-    Args:
-        path: of the snapshot, or of its folder.
-        step, rank: counted from 1 and 0; no rank stands for all.
-        sample: an index.
-        loader: its name in the snapshot; None for all.
-        source: see `Source`.
-        out: a file for the step's batches, which does not exist yet.
+    """What the ledger beside a snapshot says of a step, of a sample, or of the whole run. As the command has them.
 
     Raises:
         ValueError: there is no such step, rank or loader.
