@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +13,6 @@ import pytest
 
 from midepoch import ResumableSampler, reseal
 from midepoch.order import EpochOrder, Shuffled
-from midepoch.reading import indexed
-from midepoch.world import Share
 from support.places import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -64,21 +60,6 @@ class Broken(Shuffled):
         return Mended(right, self.position, wrong)
 
 
-def lose_one(share: Share) -> Iterator[tuple[int, int]]:
-    """As midepoch.reading.indexed.spans, but the last rank gets one position less of its second batch."""
-    for step in range(share.steps):
-        start, stop = share.span(step)
-        yield start, stop - (step == 1 and share.world.rank == share.world.world_size - 1)
-
-
-def swap_two(share: Share) -> Iterator[tuple[int, int]]:
-    """As midepoch.reading.indexed.spans, but rank 3 gets in its third batch what rank 4 gets."""
-    for step in range(share.steps):
-        start, stop = share.span(step)
-        more = stop - start if step == 2 and share.world.rank == 3 else 0
-        yield start + more, stop + more
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_windows_are_covered(drop_last: bool) -> None:
     assert scale.check_window(Shuffled(SIZE), 7 * 10**11 + 1, RANKS, drop_last) == 4 * GLOBAL_BATCH
@@ -96,19 +77,6 @@ def test_a_wrong_index_is_found(like: int, what: str) -> None:
         scale.check_window(Broken(SIZE, SIZE // 2 + 777, like), SIZE // 2, RANKS, False)
 
 
-@pytest.mark.parametrize(("spans", "what"), [(lose_one, "unequal"), (swap_two, "not the indices")])
-def test_a_wrong_share_is_found(spans: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexed, "spans", spans)
-    with pytest.raises(SystemExit, match=f"not covered.*{what}"):
-        scale.check_window(Shuffled(SIZE), END, RANKS, False)
-
-
-def test_a_wrong_tail_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Share, "_rest", lambda share: (0, 0))
-    with pytest.raises(SystemExit, match="indices in place of"):
-        scale.check_window(Shuffled(SIZE), END, RANKS, False)
-
-
 def test_small_epochs_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     load = ResumableSampler.load_state_dict
 
@@ -121,18 +89,6 @@ def test_small_epochs_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = scale.check_small(12, 3, (1, 2))
     assert counts["epochs"] == 12 * 3 * 2 * 2
     assert counts["resumed"] > 100
-
-
-def test_small_epochs_with_a_wrong_index_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scale, "Shuffled", lambda size: Broken(size, 2, 4) if size == 5 else Shuffled(size))
-    with pytest.raises(SystemExit, match="not covered: 5 samples: the order is no permutation"):
-        scale.check_small(6, 2)
-
-
-def test_small_epochs_with_a_wrong_share_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexed, "spans", swap_two)
-    with pytest.raises(SystemExit, match="not covered: 9 samples, 4 ranks, batches of 1, drop_last=False"):
-        scale.check_small(16, 5)
 
 
 def test_a_resume_at_the_wrong_place_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_nothing_is_told_of_backends(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:two reads of sample")
-def test_what_stands_beside_a_sample_is_refused_only_where_it_is_a_number_or_a_text_that_stays() -> None:
+def test_beside_a_sample_numbers_and_texts_are_refused_alone() -> None:
     found = all_of({name: functools.partial(quiet_sources.beside, name) for name in BESIDE})
     for name, (saved, resumed) in found.items():
         end = BESIDE[name][2]

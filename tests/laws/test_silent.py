@@ -7,22 +7,17 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
-    DistributedSampler,
     IterableDataset,
-    RandomSampler,
-    Sampler,
     SequentialSampler,
     TensorDataset,
 )
 
 import midepoch
-from midepoch import ResumableSampler, SourceError, UnsupportedSourceError, World, wrap
+from midepoch import ResumableSampler, SourceError, World, wrap
 from support import silent_sources, sources
 from support.resuming import Resumed, Saved
 from support.silent_sources import ROWS
@@ -30,42 +25,6 @@ from support.silent_sources import ROWS
 
 def numbers(size: int) -> Any:
     return TensorDataset(torch.arange(size))
-
-
-class OwnBatchSampler(BatchSampler):
-    pass
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_a_distributed_sampler_inside_another_sampler_is_found(own: bool) -> None:
-    inner: Any = DistributedSampler(numbers(32), num_replicas=2, rank=0)
-    source = (
-        DataLoader(numbers(32), batch_sampler=OwnBatchSampler(inner, 4, False))
-        if own
-        else DataLoader(numbers(32), sampler=BatchSampler(inner, 4, False), batch_size=None)
-    )
-    with pytest.raises(UnsupportedSourceError, match="shard=False"):
-        wrap(source)
-
-
-class Estimating(Sampler[list[int]]):
-    """Batches of four; its len is a bound, as that of samplers which fill batches with tokens."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(32).tolist()
-        return iter([order[start : start + 4] for start in range(0, 32, 4)])
-
-
-def test_a_sampler_whose_length_is_an_estimate_resumes_in_a_fresh_loader() -> None:
-    loaders = [wrap(DataLoader(numbers(32), batch_sampler=Estimating()), seed=0) for _ in range(2)]
-    iterator = iter(loaders[0])
-    next(iterator), next(iterator)
-    loaders[1].load_state_dict(loaders[0].state_dict())
-    assert len(loaders[1]) == 10, "its own, as before"
-    assert [batch[0].tolist() for batch in loaders[1]] == [batch[0].tolist() for batch in iterator]
 
 
 def test_a_sampler_that_was_touched_before_the_world_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +36,7 @@ def test_a_sampler_that_was_touched_before_the_world_was_known(monkeypatch: pyte
     assert list(sampler) == expected
 
 
-def test_set_epoch_in_the_middle_of_a_samplers_block_ends_the_pass() -> None:
+def test_set_epoch_within_a_samplers_block_ends_the_pass() -> None:
     sampler = ResumableSampler(1000, seed=0)
     iterator = iter(sampler)
     next(iterator)
@@ -86,7 +45,7 @@ def test_set_epoch_in_the_middle_of_a_samplers_block_ends_the_pass() -> None:
     assert list(iterator) == []
 
 
-def test_a_second_pass_over_a_sampler_ends_the_first_with_an_error() -> None:
+def test_a_second_pass_over_a_sampler_ends_the_first() -> None:
     sampler = ResumableSampler(1000)
     first, second = iter(sampler), iter(sampler)
     next(first), next(second)
@@ -115,25 +74,6 @@ def test_another_number_of_draws_than_the_states_is_named() -> None:
         next(iter(loader))
 
 
-class MakesItsGeneratorLate(IterableDataset[Any]):
-    def __init__(self) -> None:
-        self.sampler = RandomSampler(range(40))
-
-    def __iter__(self) -> Iterator[Any]:
-        self.iterator, self.generator = iter(self.sampler), np.random.default_rng(7)
-        return self
-
-    def __next__(self) -> Any:
-        return next(self.iterator), bool(self.generator.random() < 0.2)
-
-
-def test_a_generator_made_when_iteration_starts_is_keyed() -> None:
-    whole = list(wrap(MakesItsGeneratorLate(), seed=0))
-    loader = wrap(MakesItsGeneratorLate(), seed=0)
-    loader.seek(position=25)
-    assert list(loader) == whole[25:]
-
-
 def test_a_copy_of_a_loader_has_workers_of_its_own() -> None:
     with wrap(DataLoader(numbers(24), batch_size=4, num_workers=1, persistent_workers=True), seed=0) as loader:
         iterator = iter(loader)
@@ -144,22 +84,8 @@ def test_a_copy_of_a_loader_has_workers_of_its_own() -> None:
         assert theirs == [batch[0].tolist() for batch in iterator]
 
 
-def test_a_rank_without_a_part_in_the_last_global_batch_moves_on() -> None:
-    loader = wrap(DataLoader(numbers(10), batch_size=2), seed=0, tail="uneven", world=World(2, 3))
-    state = wrap(DataLoader(numbers(10), batch_size=2), seed=0, tail="uneven", world=World(2, 3)).state_dict()
-    loader.load_state_dict(midepoch.reseal({**state, "position": 8}))
-    assert list(loader) == []
-    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (1, 0)
-
-
 def ten() -> Iterator[int]:
     yield from range(10)
-
-
-def test_ranks_agree_after_an_uneven_replay() -> None:
-    loaders = [wrap(ten, seed=0, shard=True, tail="uneven", world=World(rank, 3)) for rank in range(3)]
-    assert sorted(item for loader in loaders for item in loader) == list(range(10))
-    assert {(loader.epoch, loader.position) for loader in loaders} == {(1, 0)}
 
 
 def test_a_state_of_a_replay_without_its_detail_is_refused() -> None:

@@ -42,12 +42,6 @@ class TestMapSequentialDrop(_Sampled):
     drop_last = True
 
 
-@pytest.mark.long
-class TestMapSubset(_Sampled):
-    make_loader = staticmethod(sources.map_subset)
-    shuffled = True
-
-
 class TestMapUneven(_Sampled):
     make_loader = staticmethod(sources.map_uneven)
     tail = "uneven"
@@ -64,29 +58,12 @@ class TestMapLeftAlone(_Sampled):
 
 
 @pytest.mark.long
-class TestMapRemembering(_Sampled):
-    make_loader = staticmethod(sources.map_remembering)
-    shuffled = True
-
-
-@pytest.mark.long
 class TestMapWindowed(_Sampled):
     make_loader = staticmethod(sources.map_windowed)
 
 
-@pytest.mark.long
-class TestMapDistributed(_Sampled):
-    make_loader = staticmethod(sources.map_distributed)
-    shuffled = True
-
-
 class TestMapBatchSampler(_Sampled):
     make_loader = staticmethod(sources.map_batch_sampler)
-
-
-@pytest.mark.long
-class TestMapSingle(_Sampled):
-    make_loader = staticmethod(sources.map_single)
 
 
 @pytest.mark.long
@@ -97,12 +74,6 @@ class TestExposingInLoader(_Sampled):
 
 class TestExposingGeneratorInLoader(_Sampled):
     make_loader = staticmethod(sources.exposing_generator_in_loader)
-
-
-@pytest.mark.long
-class TestExposingPlain(_Sampled):
-    make_loader = staticmethod(sources.exposing_plain)
-    shuffled = True
 
 
 class TestInheriting(_Sampled):
@@ -123,11 +94,6 @@ class TestBatchesList(_Sampled):
 
 class TestGeneratorFunction(_Sampled):
     make_loader = staticmethod(sources.generator_function)
-
-
-@pytest.mark.long
-class TestStreamInLoader(_Sampled):
-    make_loader = staticmethod(sources.stream_in_loader)
 
 
 class TestDividingStreamInLoader(_Sampled):

@@ -65,12 +65,6 @@ class TestPiped(_Pipeline):
 
 
 @pytest.mark.long
-class TestOwnStages(_Pipeline):
-    make_loader = staticmethod(sources.own_stages)
-    shuffled = True
-
-
-@pytest.mark.long
 class TestRefilled(_Pipeline):
     make_loader = staticmethod(sources.refilled)
     shuffled = True
@@ -83,12 +77,3 @@ class TestWeighted(_Pipeline):
     make_loader = staticmethod(sources.weighted)
     identify: ClassVar[Any] = None
     shuffled = True
-
-
-@pytest.mark.long
-class TestStreamsOfTheWorld(_Pipeline):
-    make_loader = staticmethod(sources.streams_of_the_world)
-    shuffled = True
-    world_sizes = (1,)
-    num_workers = (5,)
-    state_bytes = 128 * 10  # ten streams

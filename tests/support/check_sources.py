@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -189,32 +189,3 @@ class Noise(Dataset[torch.Tensor]):
 
 def noisy() -> Any:
     return DataLoader(Noise(), batch_size=4, shuffle=True)
-
-
-def promising() -> Any:
-    return midepoch.wrap(DataLoader(SometimesEntropy(), batch_size=4), seed=0)
-
-
-KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sparse": lambda row: row.to_sparse(),
-    "compressed": lambda row: row.reshape(1, -1).to_sparse_csr(),
-    "nested": lambda row: torch.nested.nested_tensor([row, row[:2]]),
-    "jagged": lambda row: torch.nested.nested_tensor([row, row[:2]], layout=torch.jagged),
-    "quantized": lambda row: torch.quantize_per_tensor(row, 0.1, 0, torch.quint8),
-}
-"""Tensors of a layout of their own."""
-
-
-def of_kinds() -> Any:
-    """Each batch has a sample of every kind."""
-    rows = [torch.arange(4.0) + number for number in range(8)]
-    return midepoch.wrap([{name: kind(row) for name, kind in KINDS.items()} for row in rows], seed=0)
-
-
-def of_nested() -> Any:
-    """Batches of nested tensors alone."""
-    return midepoch.wrap(DataLoader([torch.arange(2.0 + number) for number in range(12)], 2, collate_fn=nest), seed=0)  # type: ignore[arg-type]
-
-
-def nest(rows: list[torch.Tensor]) -> torch.Tensor:
-    return torch.nested.nested_tensor(rows)

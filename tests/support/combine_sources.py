@@ -55,10 +55,6 @@ def identify_short(batch: Any) -> list[int]:
     return identify(batch["short"])
 
 
-def identify_long(batch: Any) -> list[int]:
-    return identify(batch["long"])
-
-
 def _combined(
     mode: Any, rank: int, world_size: int, num_workers: int, batch_size: int, seed: int | None, size: int,
     read_log: str | None, **options: Any,

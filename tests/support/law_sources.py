@@ -331,7 +331,6 @@ map_listed = _of("listed")
 map_windowed = _of("windowed")
 map_distributed = _of("distributed", world=None)
 map_left_alone = functools.partial(_of("left alone", shard=False), batch_size=None)  # None: which no law changes
-map_remembering = _of("remembering")
 map_batch_sampler = functools.partial(_of("batches"), batch_size=None, size=7)
 map_single = functools.partial(_of("single"), batch_size=None)
 map_wrapped = _of("wrapped", inside="loader")

@@ -61,18 +61,3 @@ class Rows(GeneratorFunction):
     def __call__(self) -> Any:
         units = super().__call__()
         return units if self.items is not None else (unit[None] for unit in units)
-
-
-def replayed(
-    rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: int = SIZE, items: list[Any] | None = None,
-) -> Any:  # fmt: skip
-    return _wrap(Rows(size, items), rank, world_size, seed, shard=True)
-
-
-def torchdata(num_workers: int = 0, seed: int | None = SEED, size: int = SIZE) -> Any:
-    """Another, which keeps its workers' states."""
-    from support import own_state_sources
-
-    return _wrap(own_state_sources.torchdata(num_workers, seed, size), 0, 1, seed)
-
-

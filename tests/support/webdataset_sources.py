@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import midepoch
 from support.law_sources import log_read
-from support.own_shards import DrawnShards, EpochShuffle, HalfOfThem, SharedEpoch, go_on
+from support.own_shards import DrawnShards, HalfOfThem, SharedEpoch
 
 SEED = 7
 
@@ -227,24 +227,6 @@ def piped(*, num_workers: int = 0, read_log: str | None = None) -> midepoch.Stat
     return midepoch.wrap(loader, seed=SEED, streams=6)
 
 
-def own_stages(
-    *, rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = 2, read_log: str | None = None
-) -> midepoch.StatefulIterable:
-    """A shuffle of the user's own, by an epoch that processes share, and a reader that goes on after errors."""
-    pipeline = wds.DataPipeline(
-        wds.SimpleShardList(law_shards("indexed", _UNEQUAL)),
-        EpochShuffle(2000, 500, epoch=SharedEpoch()),
-        wds.split_by_node,
-        wds.split_by_worker,
-        wds.tarfile_to_samples(handler=go_on),
-        wds.shuffle(bufsize=50, initial=10),
-        wds.map(Reading(read_log)),
-        wds.batched(batch_size, collation_fn=stack),
-    )
-    loader = wds.WebLoader(pipeline, batch_size=None, num_workers=num_workers)
-    return midepoch.wrap(loader, seed=SEED, world=midepoch.World(rank, world_size))
-
-
 def weighted(
     *, rank: int = 0, world_size: int = 1, num_workers: int = 0, read_log: str | None = None
 ) -> midepoch.StatefulIterable:
@@ -260,14 +242,6 @@ def half_of_them(says: str) -> midepoch.StatefulIterable:
     shards = HalfOfThem(law_shards("indexed", _UNEQUAL), says)
     pipeline = wds.DataPipeline(shards, wds.tarfile_samples, wds.map(Reading()), wds.batched(1, stack))
     return midepoch.wrap(pipeline.with_epoch(13), seed=SEED)
-
-
-def streams_of_the_world(*, num_workers: int = 0, read_log: str | None = None) -> midepoch.StatefulIterable:
-    """Five workers, whom twelve streams cannot serve: the number of streams follows from the world."""
-    urls = [url + ".gz" for url in law_shards("streamed", _EQUAL)]
-    dataset = wds.WebDataset(urls, shardshuffle=100).shuffle(10).map(Reading(read_log)).batched(2, collation_fn=stack)
-    loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=num_workers)
-    return midepoch.wrap(loader, seed=SEED)
 
 
 def encoded(array: np.ndarray[Any, Any]) -> bytes:

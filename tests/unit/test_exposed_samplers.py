@@ -14,7 +14,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
-    SubsetRandomSampler,
     get_worker_info,
 )
 
@@ -230,27 +229,6 @@ def test_another_list_is_refused(workers: int) -> None:
     assert next(iter(other)).tolist() == [SIZE - 1, SIZE - 2, SIZE - 3]
 
 
-def test_a_list_that_the_loop_changes_is_followed() -> None:
-    sampler = Given(list(range(SIZE)))
-    loader = midepoch.wrap(DataLoader(Listed(sampler), SIZE), seed=0)
-    assert next(iter(loader)).tolist() == sampler.order
-    loader.seek(epoch=0)
-    sampler.order = sampler.order[::-1]
-    assert next(iter(loader)).tolist() == sampler.order
-    sampler.order = sampler.order[:7]
-    loader.seek(epoch=1)
-    assert [batch.tolist() for batch in loader] == [sampler.order]
-
-
-def test_a_list_that_is_changed_behind_a_load_is_refused() -> None:
-    _, state = sources.heads(lambda: given(list(range(SIZE))), 1)
-    resumed = given(list(range(SIZE)))
-    resumed.load_state_dict(state)
-    resumed.source.dataset.sampler.order.reverse()
-    with pytest.raises(StateMismatchError, match="the list of epoch 0 differs"):
-        next(iter(resumed))
-
-
 class Fails(Sampler[int]):
     """Ends by an error of its own."""
 
@@ -277,18 +255,6 @@ def test_a_sampler_s_own_error_comes_where_the_plain_one_does(batch_size: int | 
     assert until_the_error(loader) == plainly
 
 
-def test_another_sampler_in_its_place_is_followed() -> None:
-    dataset = Listed(RandomSampler(range(SIZE)))
-    loader = midepoch.wrap(DataLoader(dataset, 3), seed=0)
-    assert sorted(sources.flat(sources.taken(loader))) == list(range(SIZE))
-    dataset.sampler = SubsetRandomSampler([1, 2, 3])
-    for batches in read(loader):
-        assert sorted(sources.flat(batches)) == [1, 2, 3]
-    resumed = midepoch.wrap(DataLoader(Listed(SubsetRandomSampler([1, 2, 3])), 3), seed=0)
-    resumed.load_state_dict(loader.state_dict())
-    assert sources.taken(resumed) == sources.taken(loader)
-
-
 class Remembers(IterableDataset[Any]):
     """Counts, in itself, what it reads and how often it is begun."""
 
@@ -313,14 +279,6 @@ def test_the_dataset_is_left_as_a_plain_pass_leaves_it() -> None:
         list(DataLoader(plainly, 4))
         assert (dataset.read, dataset.begun) == (plainly.read, plainly.begun)
         assert type(dataset.sampler) is RandomSampler
-
-
-def test_another_collate_function_is_followed_at_the_next_pass() -> None:
-    source = DataLoader(Listed(Given([0, 1])), 2)
-    loader = midepoch.wrap(source, seed=0)
-    assert sources.taken(loader) == [[0, 1]]
-    source.collate_fn = list
-    assert list(loader) == [[0, 1]]
 
 
 def test_a_deviation_in_less_than_a_batch_is_seen() -> None:

@@ -118,15 +118,6 @@ def test_a_samplers_own_error_comes_after_its_batches(method: str, name: str) ->
         assert len(until_error(resumed)[0]) == len(plain) and resumed.epoch == 1, "the next pass is the next epoch"
 
 
-def test_ranks_give_their_full_batches_before_it() -> None:
-    first, second, alone = (
-        until_error(midepoch.wrap(ending(Ends(11)), seed=1, world=world))
-        for world in (World(0, 2), World(1, 2), World())
-    )
-    assert [(len(batches), error) for batches, error in (first, second)] == [(2, "all seen")] * 2
-    assert [batch for pair in zip(first[0], second[0], strict=True) for batch in pair] == alone[0][:4]
-
-
 def test_it_comes_through_then_and_a_peek() -> None:
     assert len(until_error(midepoch.wrap(ending(Ends(4)), seed=1, then=lambda batch: batch + 1))[0]) == 2
     loader = midepoch.wrap(ending(Ends(4)), seed=1)
@@ -217,21 +208,6 @@ def test_what_one_sets_at_its_start_holds_for_the_pass(method: str, asks: bool) 
             plain.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
             assert sizes(loader) == sizes(plain)
             assert vars(our_data) == vars(plain_data)
-
-
-def test_an_index_that_holds_the_size_is_the_cure() -> None:
-    class Pairs(Writes):
-        def batches(self) -> Iterator[Any]:
-            for number, batch in enumerate(BatchSampler.__iter__(self)):
-                yield [(32 * number, index) for index in batch]
-
-    class Reads(Sized):
-        def __getitem__(self, index: Any) -> Any:
-            return torch.zeros(index[0])
-
-    dataset = Reads()
-    loader = midepoch.wrap(DataLoader(dataset, batch_sampler=Pairs(dataset, "never")), seed=1)
-    assert sizes(loader) == [0, 32, 64, 96, 128, 160]
 
 
 # --- what a training loop sets on a loader and its samplers -----------------------------------------------------------
@@ -349,20 +325,6 @@ def test_what_a_loop_sets_within_a_pass_is_refused(name: str) -> None:
     loader.peek()
     with pytest.raises(MidepochError, match="between two passes"):
         change(loader)
-
-
-def test_what_is_changed_within_a_pass_waits_for_the_next() -> None:
-    """Though the session is opened again meanwhile."""
-    source = in_order()
-    loader = midepoch.wrap(source, seed=0)
-    batches = iter(loader)
-    assert next(batches).tolist() == [0, 1]
-    loader.commit()
-    set_sampler(source)
-    next(batches)
-    loader.rollback()
-    assert shown(batches) == [[2, 3], [4, 5]]
-    assert shown(loader) == [[5, 4], [3]]
 
 
 @pytest.mark.parametrize(("method", "persistent"), [("here", False), ("fork", False), ("fork", True), ("spawn", False)])
@@ -508,19 +470,3 @@ def test_a_state_of_another_list_is_refused(sampler: Any, world: World | None, w
     source: DataLoader[int] = DataLoader(range(100), 4, sampler=sampler)  # type: ignore[arg-type]
     with pytest.raises(StateMismatchError, match=words):
         midepoch.wrap(source, seed=0, shard=False, world=world).load_state_dict(state)
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_are_sent_the_ranks_own_list(method: str) -> None:
-    with of_rank("torch's", 1, **METHODS[method]) as loader:
-        assert shown(loader) == shown(of_rank("torch's", 1))
-
-
-def test_plain_samplers_with_shard_false_draw_for_each_rank() -> None:
-    """Each rank has data of its own, so weights are drawn anew on each."""
-    ranks = [shown(midepoch.wrap(weighted(), seed=0, shard=False, world=World(rank, 2))) for rank in range(2)]
-    assert ranks[0] != ranks[1]
-    shuffled: DataLoader[int] = DataLoader(range(6), 2, shuffle=True)  # type: ignore[arg-type]
-    loader = midepoch.wrap(shuffled, seed=0, shard=False, world=World(1, 2))
-    assert loader.capabilities.rank_independent and not loader.capabilities.elastic_world
-    assert len(shown(loader)) == 3

@@ -110,12 +110,6 @@ def test_a_version_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -
         fresh("midepoch.adapters.webdataset.private")
 
 
-def test_the_distribution_that_is_installed_counts() -> None:
-    found = Package("NumPy", ("no-such-distribution", "numpy"), ("1", "9"))
-    assert (found.distribution, found.version) == ("numpy", importlib.metadata.version("numpy"))
-    assert found.cure == "pip install 'numpy==9.*'"
-
-
 def test_a_replacement_is_there_while_anybody_needs_it() -> None:
     module = types.SimpleNamespace(name="theirs")
     replacement = Replacement(module, "name", "ours")
@@ -224,29 +218,6 @@ def test_streaming_is_as_it_was_when_its_passes_are_over(monkeypatch: pytest.Mon
     del first, one
     assert streaming.base.util.random is random
     second.close()
-
-
-def test_the_trainer_of_transformers_is_as_it_was(tmp_path: Path) -> None:
-    transformers_trainer = pytest.importorskip("transformers.trainer", reason="transformers is not installed")
-    import test_trainers as trainers
-
-    theirs = transformers_trainer.skip_first_batches
-    trainers.hugging_face(tmp_path, [], stop_at=5)
-    assert transformers_trainer.skip_first_batches is theirs
-    trainers.hugging_face(tmp_path, [], resume=str(tmp_path / "checkpoint-5"))
-    assert transformers_trainer.skip_first_batches is theirs
-
-
-def test_dali_sees_to_forks_once_and_when_a_loader_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("nvidia.dali", reason="DALI is not installed")
-    from midepoch.adapters.dali import private
-
-    registered: list[Any] = []
-    monkeypatch.setattr("os.register_at_fork", lambda **functions: registered.append(sorted(functions)))
-    private.survive_forks.cache_clear()
-    private.survive_forks()
-    private.survive_forks()
-    assert registered == [["after_in_child", "after_in_parent", "before"]]
 
 
 # --- where private parts are touched ----------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +20,6 @@ from torch.utils.data import DataLoader, IterableDataset
 import midepoch
 from midepoch import MidepochWarning
 from midepoch.loader.loader import Loader
-from midepoch.testing import check_resumable
 from midepoch.testing.diagnosis import diagnose
 from midepoch.testing.examine import Examination
 from midepoch.testing.record import Settings
@@ -29,7 +27,7 @@ from midepoch.testing.report import Report, Verdict
 from midepoch.testing.standing import stand
 from midepoch.testing.trials import TRIALS, try_promises
 from midepoch.trying import LARGEST_COPY, copy_of
-from support import check_sources, promise_sources, silent_sources, sources
+from support import promise_sources, sources
 
 # --- sources that do not repeat themselves ---
 
@@ -103,27 +101,6 @@ def test_a_source_that_does_not_repeat_itself_is_told_at_once(name: str) -> None
             next(iter(loader))
 
 
-class RecountsAtTheEnd(IterableDataset[int]):
-    """Counts its passes and its samples, and begins alike."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[int]:
-        yield from np.random.permutation(8).tolist()
-        self.epoch += 1
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("workers", [0, 1])
-def test_what_repeats_itself_is_tried_and_no_alarm(workers: int) -> None:
-    with midepoch.wrap(DataLoader(RecountsAtTheEnd(), batch_size=2, num_workers=workers), seed=5) as loader:
-        assert len([*loader, *loader]) == 8
-        told = loader.capabilities
-        assert not told.exact_order.believed
-        assert "draws its numbers in the thread that iterates is believed" in told.exact_augmentations.reason
-
-
 @pytest.mark.filterwarnings("error")
 def test_a_function_is_believed() -> None:
     loader = midepoch.wrap(by_the_system, seed=5)
@@ -134,71 +111,6 @@ def test_a_function_is_believed() -> None:
 
 
 # --- no false alarms, and nothing disturbed ---
-
-
-class Caching:
-    """Counts its reads, keeps what it has read, opens its file late, and draws augmentations."""
-
-    def __init__(self, path: Path, count: int = 8) -> None:
-        path.write_text("".join(f"{number}\n" for number in range(count)))
-        self.path, self.reads = str(path), 0
-        self.file: Any = None
-        self.cache: dict[int, str] = {}
-        self.history: collections.deque[str] = collections.deque(maxlen=3)
-        self.generator = np.random.default_rng(4)
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.file is None:
-            self.file = open(self.path)  # noqa: PTH123, SIM115
-        self.file.seek(0)
-        for number, line in enumerate(iter(self.file.readline, "")):
-            self.reads += 1
-            self.cache.setdefault(number, line)
-            self.history.append(line)
-            yield line, random.random(), float(self.generator.random())
-
-
-@pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
-def test_a_source_with_counters_and_caches_is_not_disturbed(tmp_path: Path) -> None:
-    source, other = Caching(tmp_path / "lines"), Caching(tmp_path / "lines")
-    before = random.getstate()
-    loader = midepoch.wrap(source, seed=5)
-    batches = iter(loader)
-    first = [next(batches) for _ in range(3)]
-    assert (source.reads, list(source.cache), len(source.history)) == (3, [0, 1, 2], 3)
-    assert [line for line, _, _ in first] == ["0\n", "1\n", "2\n"]
-    assert random.getstate() == before
-    assert loader.capabilities.exact_order and not loader.capabilities.exact_order.believed
-    assert first == list(midepoch.wrap(other, seed=5, verify="off"))[:3]
-    list(batches)
-    source.file.close()
-    other.file.close()
-
-
-class NewGenerator(IterableDataset[int]):
-    """Each pass draws from a generator of its own, made from that of the pass before, as fastai's loaders do."""
-
-    def __init__(self) -> None:
-        self.rng = random.Random(1)
-
-    def __iter__(self) -> Iterator[int]:
-        self.rng = random.Random(self.rng.random())
-        order = list(range(9))
-        self.rng.shuffle(order)
-        yield from order
-
-
-def test_a_generator_that_each_pass_makes_anew_is_exact() -> None:
-    whole, loader, resumed = (midepoch.wrap(NewGenerator(), seed=0) for _ in range(3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        expected = [sources.taken(whole) for _ in range(3)]
-    assert loader.capabilities.exact_order
-    sources.taken(loader)
-    sources.taken(loader, 4)
-    resumed.load_state_dict(loader.state_dict())
-    with pytest.warns(MidepochWarning, match="read again from its start"):
-        assert [sources.taken(resumed) for _ in range(2)] == [expected[1][4:], expected[2]]
 
 
 class Logged:
@@ -248,7 +160,7 @@ def test_no_error_is_hidden_and_none_of_a_copy_is_told() -> None:
         next(iter(midepoch.wrap(failing, seed=5)))
 
 
-# --- collate functions ---
+# --- collate functions, and work on whole batches ---
 
 
 def tensor_of(samples: Any, calls: int) -> Any:
@@ -317,11 +229,21 @@ def of_a_stream(collate: Any, **settings: Any) -> Loader:
     return midepoch.wrap(DataLoader(Stream(), 4, collate_fn=collate), seed=3, **settings)
 
 
+def in_then(function: Any, **settings: Any) -> Loader:
+    batches = [list(range(first, first + 4)) for first in range(0, 24, 4)]
+    return midepoch.wrap(batches, seed=3, then=function, **settings)
+
+
+NAMED: dict[Callable[..., Loader], str] = {
+    of_numbers: "the collate function", of_a_stream: "the collate function", in_then: "then=",
+}  # fmt: skip
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("kind", "make"),
     # A replay does not seed what is made late.
-    [(kind, of_numbers) for kind in PURE] + [(kind, of_a_stream) for kind in PURE if kind != "generators of its own"],
+    [(kind, make) for make in NAMED for kind in PURE if (kind, make) != ("generators of its own", of_a_stream)],
 )
 def test_a_collate_function_that_keeps_nothing_is_no_alarm(kind: str, make: Callable[..., Loader]) -> None:
     loader = make(PURE[kind]())
@@ -332,18 +254,18 @@ def test_a_collate_function_that_keeps_nothing_is_no_alarm(kind: str, make: Call
     assert repr(batches) == repr(list(make(PURE[kind](), verify="off"))), "trying it changes nothing"
 
 
-@pytest.mark.parametrize("make", [of_numbers, of_a_stream])
+@pytest.mark.parametrize("make", NAMED)
 def test_a_collate_function_is_tried_on_a_copy_of_it(make: Callable[..., Loader]) -> None:
     collate = Collate()
     with make(collate) as loader:
         assert len(list(loader)) == len(list(loader)) == collate.calls / 2 == 6
 
 
-@pytest.mark.parametrize(("make", "workers"), [(of_numbers, {}), (of_numbers, {"workers": 1}), (of_a_stream, {})])
+@pytest.mark.parametrize(("make", "workers"), [*((make, {}) for make in NAMED), (of_numbers, {"workers": 1})])
 @pytest.mark.parametrize("give", [times_calls, with_calls])
 def test_a_collate_function_that_keeps_something_is_told(make: Any, workers: dict[str, int], give: Any) -> None:
     loader = make(Collate(give), **workers)
-    with loader, pytest.warns(MidepochWarning, match="two calls of the collate function for the same s") as told:
+    with loader, pytest.warns(MidepochWarning, match=f"two calls of {NAMED[make]} for the same ") as told:
         sources.taken(loader, 3)
     assert len(told) == 1
     promised = loader.capabilities
@@ -366,7 +288,7 @@ class Unreadable(Holding):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("make", [of_numbers, of_a_stream])
+@pytest.mark.parametrize("make", NAMED)
 @pytest.mark.parametrize(("collate", "why"), [
     (Unreadable(0), "a copy of it raised ValueError: not here"),
     (in_place, "a function cannot be copied"),
@@ -378,7 +300,7 @@ def test_a_collate_function_that_cannot_be_tried_is_believed(make: Any, collate:
     loader = make(collate)
     assert len(list(loader)) == 6
     told = loader.capabilities.exact_augmentations
-    assert told.holds and told.believed and f"the collate function was not tried: {why}" in told.reason
+    assert told.holds and told.believed and re.search(f"{NAMED[make]} was not tried: .*{re.escape(why)}", told.reason)
 
 
 # --- samples ---
@@ -445,14 +367,6 @@ def test_what_cannot_be_copied_is_not_read_for_a_trial() -> None:
     assert torch.equal(copy_of(small).open().loader, small.loader) and copy_of(small).open().loader is not small.loader
 
 
-@pytest.mark.parametrize("position", [0, 3])
-def test_a_buffer_that_each_read_fills_is_given_as_it_was_read(position: int) -> None:
-    buffer = torch.zeros(3)  # a copy shares it
-    loader = midepoch.wrap(lambda: (buffer.fill_(number) for number in range(8)), seed=1)
-    loader.seek(position=position)
-    assert [batch.tolist()[0] for batch in loader] == list(range(position, 8))
-
-
 # --- what check tries at length ---------------------------------------------------------------------------------------
 
 
@@ -514,13 +428,6 @@ def test_what_check_tries_of_a_sound_loader_is_said_and_how_much() -> None:
     }  # fmt: skip
 
 
-def test_trials_end_with_their_time_and_say_how_far_they_came() -> None:
-    _, verdicts = tried(promise_sources.sound, 1e-6)
-    assert "failed" not in {verdict.status for verdict in verdicts.values()}
-    assert verdicts["samples"].reason == "1 samples of 1 epochs, 2 reads in 2 processes"
-    assert "14 of 14 states" in verdicts["states"].reason
-
-
 @pytest.mark.parametrize("make", [promise_sources.own_up_order, promise_sources.own_up_augmentations])
 def test_what_was_not_promised_is_not_held_against_a_loader(make: Callable[..., Any]) -> None:
     """The job has said no already: a shuffle seeded anew in each pass, and a sample that is drawn from the system."""
@@ -528,48 +435,4 @@ def test_what_was_not_promised_is_not_held_against_a_loader(make: Callable[..., 
     assert "failed" not in found and "not promised" in found
 
 
-def test_a_loader_of_three_methods_is_tried_as_far_as_it_goes() -> None:
-    examination, verdicts = tried(check_sources.forgetful)
-    assert verdicts["states"].status == "failed" and verdicts["samples"].status == "not applicable"
-    promises = stand(examination, list(verdicts.values()), [])
-    assert {promise.standing for promise in promises} == {"believed", "not declared"}
-
-
 # --- sources that are not what they seem, where a job tries nothing ---------------------------------------------------
-
-# Rows that a job tells, or that are refused at a resume: the trial that names each.
-TRIAL_OF = {
-    "a queue that is popped": "samples", "generators made from entropy": "samples",
-    "a thread that reads ahead": "threads",
-}  # fmt: skip
-
-
-def unverified(name: str) -> Loader:
-    """A row with nothing tried and no witness, as code that is believed outright."""
-    row = silent_sources.ROWS[name]
-    loader: Loader = row.make(verify="off") if row.wraps else midepoch.wrap(row.make(), seed=3, verify="off")
-    return loader
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name, row in silent_sources.ROWS.items() if row.outcome != "refused"])
-def test_each_row_is_named_where_a_job_looks_at_nothing(name: str) -> None:
-    """Rows that `wrap` refuses are in test_silent.py."""
-    row = silent_sources.ROWS[name]
-    if name.startswith("work on batches"):  # trials read units; what is done to batches shows in the laws
-        make = functools.partial(unverified, name)
-        report = check_resumable(make, laws=["tail"], quick=True, world_sizes=(1,), raise_on_failure=False)
-        assert [error.law for error in report.failures] == ["tail"]
-        return
-    examination, verdicts = tried(functools.partial(unverified, name))
-    failed = {verdict.law for verdict in verdicts.values() if verdict.status == "failed"}
-    promises = {promise.name: promise for promise in stand(examination, list(verdicts.values()), [])}
-    if row.outcome in ("told", "believed", "chain") or name in TRIAL_OF:
-        assert TRIAL_OF.get(name, "passes") in failed
-        assert promises[row.no or "exact_order"].standing in ("not kept", "no")
-    else:
-        assert not failed
-    if row.outcome in ("mismatch", "warned"):
-        # What another process reads is not seen in one: that nothing compares it is.
-        assert promises["same data"].standing == "believed"
-        assert "nothing that tells other data" in promises["same data"].reason

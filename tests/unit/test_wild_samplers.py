@@ -21,7 +21,6 @@ from midepoch import samplers as listing
 from midepoch.order import Endless, Sequential, Shuffled
 from support import sources
 from support import wild_sources as wild
-from support.changed_sources import Remembers
 
 SIZE, BATCH = 22, 4
 
@@ -55,21 +54,6 @@ def test_a_declared_order_without_an_end_resumes_anywhere(num_workers: int) -> N
             assert sources.taken(loader, 6) == batches[cut + 1 : cut + 7]
 
 
-def test_its_rounds_have_each_sample_once_and_differ() -> None:
-    given = indices(sources.taken(wrapped(endless()), 3 * SIZE // BATCH))
-    rounds = [given[start : start + SIZE] for start in range(0, len(given) - SIZE + 1, SIZE)]
-    assert [sorted(each) for each in rounds] == [list(range(SIZE))] * 2
-    assert rounds[0] != rounds[1]
-    other = indices(sources.taken(wrapped(endless(seed=4)), SIZE // BATCH))
-    assert other != given[: len(other)]
-
-
-def test_without_shuffling_it_is_what_packages_samplers_give() -> None:
-    bare = DataLoader(sources.Indices(SIZE), BATCH, sampler=wild.TrainingSampler(SIZE, shuffle=False))
-    loader = midepoch.wrap(DataLoader(sources.Indices(SIZE), BATCH, sampler=endless(shuffle=False)))
-    assert sources.taken(loader, 13) == sources.taken(bare, 13)
-
-
 def test_ranks_take_what_one_takes_alone() -> None:
     alone = indices(sources.taken(wrapped(endless()), 12))
     two = [sources.taken(wrapped(endless(), World(rank, 2)), 6) for rank in range(2)]
@@ -80,20 +64,6 @@ def test_ranks_take_what_one_takes_alone() -> None:
     assert indices(sources.taken(resumed, 10)) == alone[2 * BATCH :]
 
 
-def test_iterated_by_itself_it_resumes_anywhere() -> None:
-    sampler, resumed = endless(), endless()
-    whole = list(itertools.islice(endless(), 51 * SIZE))
-    assert list(itertools.islice(sampler, 50 * SIZE)) == whole[: 50 * SIZE]
-    state = sampler.state_dict()
-    assert (state["position"], state["size"]) == (50 * SIZE, None)
-    resumed.load_state_dict(state)
-    assert list(itertools.islice(resumed, SIZE)) == whole[50 * SIZE :]
-    with pytest.raises(TypeError, match="does not end"):
-        len(sampler)
-    with pytest.raises(ValueError, match="over 22 positions, size is 23"):
-        ResumableSampler(23, shuffle=sampler.order)
-
-
 def test_a_jump_far_ahead_costs_nothing_and_reads_nothing() -> None:
     loader = wrapped(endless())
     loader.seek(position=10**12)  # to count so far would take longer than any test may
@@ -101,14 +71,6 @@ def test_a_jump_far_ahead_costs_nothing_and_reads_nothing() -> None:
     assert loader.position == 10**12 + 2 * BATCH
     with pytest.raises(TypeError, match="no length"):
         len(loader)
-
-
-def test_another_size_or_kind_is_refused() -> None:
-    state = sources.heads(lambda: wrapped(endless()), 2)[1]
-    sampler = ResumableSampler(SIZE - 1, shuffle=Endless(Shuffled(SIZE - 1)))
-    smaller = midepoch.wrap(DataLoader(sources.Noisy(SIZE - 1), BATCH, sampler=sampler))
-    with pytest.raises(StateMismatchError, match=r"endless shuffled of 22.*endless shuffled of 21"):
-        smaller.load_state_dict(state)
 
 
 UNDECLARED: dict[str, Callable[[], Any]] = {
@@ -178,29 +140,6 @@ def test_an_iterable_that_exposes_a_declared_one_jumps() -> None:
     assert resumed.capabilities.constant_time_resume
 
 
-def test_what_an_endless_one_reads_from_is_named() -> None:
-    told = "GroupedBatchSampler gave more than 1,000,088 indices and does not end: build it over a sampler that ends"
-    with pytest.raises(SourceError, match=told):
-        next(iter(midepoch.wrap(grouped(wild.TrainingSampler(SIZE), [0] * SIZE))))
-
-
-class SaysItself(DataLoader[Any]):
-    """A subclass with an ``__iter__`` of its own, over a stream."""
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        yield from super().__iter__()
-
-
-@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
-def test_a_loader_of_streams_has_no_sampler_of_its_own() -> None:
-    def make() -> midepoch.Loader:
-        return midepoch.wrap(SaysItself(sources.Stream(SIZE), BATCH), seed=1)
-
-    whole = sources.taken(make())
-    assert sorted(indices(whole)) == list(range(SIZE))
-    assert sources.resumed(make, sources.heads(make, 2)[1]) == whole[2:]
-
-
 class Without(Sampler[int]):
     """Ends, and does not say when."""
 
@@ -254,29 +193,6 @@ def test_whatever_a_length_raises_is_an_unknown_length(error: BaseException) -> 
 
     whole = sources.taken(make())
     assert sources.resumed(make, sources.heads(make, 2)[1]) == whole[2:]
-
-
-def test_data_without_a_length_raise_nothing_at_wrap() -> None:
-    class Unknown(sources.Indices):
-        def __len__(self) -> int:
-            raise ValueError("ask the server")
-
-    def make() -> midepoch.Loader:
-        return midepoch.wrap(DataLoader(Unknown(SIZE), 4, sampler=[5, 3, 1, 0, 2]), seed=1)
-
-    whole = sources.taken(make())
-    assert sources.resumed(make, sources.heads(make, 1)[1]) == whole[1:] == [[2]]
-
-
-def test_another_batch_sampler_is_told() -> None:
-    def make(batch: int, count: int = SIZE) -> midepoch.Loader:
-        return midepoch.wrap(grouped(RandomSampler(range(count)), [0] * SIZE, batch), seed=1)
-
-    _, state = sources.heads(lambda: make(4), 2)
-    with pytest.raises(StateMismatchError, match=r"the size differs: .*use the data and the sampler"):
-        make(5).load_state_dict(state)
-    with pytest.raises(StateMismatchError, match="this is another sampler"):
-        make(4, SIZE - 1).load_state_dict(state)  # as many batches
 
 
 def grouped(inner: Any, groups: list[int], batch: int = BATCH) -> DataLoader[Any]:
@@ -421,56 +337,12 @@ class Named(sources.Indices):
         return [int(name) for name in names]
 
 
-@pytest.mark.parametrize("order", [Endless(Shuffled(7)), Endless(Sequential(7))], ids=["shuffled", "in order"])
-def test_the_order_reads_any_slice(order: Endless) -> None:
-    whole = order.epoch(1, 2)[0:100].tolist()
-    for start, stop in ((0, 7), (3, 20), (14, 21), (5, 5), (99, 100), (6, 8)):
-        assert order.epoch(1, 2)[start:stop].tolist() == whole[start:stop]
-    assert (order.epoch(1, 3)[0:100].tolist() != whole) == (order == Endless(Shuffled(7)))
-
-
 def test_the_order_is_pinned() -> None:
     """One that changes would lose the positions of saved states."""
     assert Endless(Sequential(3)).epoch(0, 0)[1:8].tolist() == [1, 2, 0, 1, 2, 0, 1]
     assert Endless(Shuffled(5)).epoch(1, 0)[0:10].tolist() == [3, 0, 2, 1, 4, 0, 1, 4, 2, 3]
     with pytest.raises(ValueError, match="at least one sample"):
         Endless(Sequential(0))
-
-
-@pytest.mark.parametrize("restores", [False, True])
-def test_too_many_passes_to_be_listed_again_name_the_cure(restores: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(sampler: Remembers) -> midepoch.Loader:
-        return midepoch.wrap(DataLoader(sources.Indices(24), BATCH, sampler=sampler), seed=1)
-
-    sampler = Remembers()
-    loader = make(sampler)
-    for _ in range(2):
-        sources.taken(loader)
-    before = sampler.seen
-    sources.taken(loader, 2)
-    state = loader.state_dict()
-    monkeypatch.setattr(listing, "_LONGEST", 40)  # of 24 each
-    other = Remembers()
-    other.seen = before if restores else []
-    resumed = make(other)
-    if not restores:
-        told = "Remembers keeps something from pass to pass, .* save what it keeps before each pass, and restore that"
-        with pytest.raises(StateMismatchError, match=told):
-            resumed.load_state_dict(state)
-        monkeypatch.undo()
-        resumed = make(other)
-    resumed.load_state_dict(state)
-    assert sources.taken(resumed) == sources.taken(loader_after(make, 2))
-
-
-def loader_after(make: Callable[[Remembers], midepoch.Loader], batches: int) -> midepoch.Loader:
-    """In the third epoch of a run that was not disturbed."""
-    loader = make(Remembers())
-    for _ in range(2):
-        sources.taken(loader)
-    sources.taken(loader, batches)
-    loader.load_state_dict(loader.state_dict())  # what is taken next is the rest of this epoch
-    return loader
 
 
 class SaysLess(Sampler[list[int]]):

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 import midepoch
@@ -21,7 +19,6 @@ from midepoch import MidepochError, World
 from midepoch.world import Share, Tail
 from support import sources
 
-CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 TAILS: list[Tail] = ["pad", "drop", "uneven"]
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -193,81 +190,3 @@ def test_ranks_in_order_are_the_global_batch_from_any_start(tail: Tail) -> None:
                 repeats = -len(rest) % world_size
                 assert delivered == rest + [repeat % size for repeat in range(repeats)], place
             assert all(len(batch) == batch_size for step in steps[:-1] for batch in step), place
-
-
-@pytest.mark.parametrize("tail", TAILS)
-def test_drop_last_leaves_out_batches_that_are_not_full(tail: Tail) -> None:
-    for (batch_size, world_size), size in itertools.product(SMALL, range(1, 26)):
-        for rank in range(world_size):
-            share = Share(size, 0, batch_size, World(rank, world_size), tail, True)
-            whole = Share(size, 0, batch_size, World(rank, world_size), tail, False)
-            assert positions(share) == [batch for batch in positions(whole) if len(batch) == batch_size]
-            assert share.global_steps >= share.steps
-
-
-@pytest.mark.parametrize("drop_last", [False, True], ids=["all", "drop_last"])
-@pytest.mark.parametrize("tail", TAILS)
-def test_a_wrapped_loader_gives_what_its_share_says(tail: Tail, drop_last: bool) -> None:
-    for batch_size, world_size, size in itertools.product((1, 3), (1, 2, 5), (1, 2, 9, 16)):
-        for rank in range(world_size):
-            loader = sources.loader_at(rank, world_size, size, batch_size, drop_last, tail)
-            expected = positions(Share(size, 0, batch_size, World(rank, world_size), tail, drop_last))
-            assert len(loader) == len(expected)
-            assert sources.taken(loader) == expected
-            if drop_last and not expected:
-                continue
-            assert (loader.epoch, loader.position) == (1, 0)
-
-
-@settings(max_examples=3000 if CHAOS else 150, deadline=None)
-@given(
-    size=st.integers(1, 60),
-    tail=st.sampled_from(TAILS),
-    legs=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7), st.integers(0, 6)), min_size=1, max_size=5),
-)
-@example(size=2, tail="drop", legs=[(3, 1, 1), (1, 1, 0)])
-def test_any_sequence_of_restarts_covers_the_epoch_once(
-    size: int, tail: Tail, legs: list[tuple[int, int, int]]
-) -> None:
-    """Each leg: so many ranks, with this batch size, are stopped after so many batches; the last runs to the end."""
-    state: dict[str, Any] | None = None
-    covered: list[int] = []
-    world_size = 1
-    for number, (world_size, batch_size, cut) in enumerate(legs):
-        loaders = [sources.loader_at(rank, world_size, size, batch_size, False, tail) for rank in range(world_size)]
-        for loader in loaders:
-            if state is not None:
-                loader.load_state_dict(state)
-        # Where a load leaves less than a share for each, the epoch was over.
-        over = state is not None and tail == "drop" and size - state["position"] < world_size
-        if over:
-            break
-        passes = [iter(loader) for loader in loaders]
-        last = number == len(legs) - 1
-        for _ in range(10**6 if last else cut):
-            step = [next(one, None) for one in passes]
-            if all(batch is None for batch in step):
-                last = last or any(loader.epoch for loader in loaders)  # an epoch without a batch is over too
-                break
-            covered += [sample for batch in step if batch is not None for sample in batch.tolist()]
-            if any(loader.epoch for loader in loaders):
-                last = True
-                break
-        state = loaders[0].state_dict()
-        if tail != "uneven":
-            assert all(loader.state_dict() == state for loader in loaders)
-        if last:
-            break
-    lost, counted = set(range(size)) - set(covered), Counter(covered)
-    repeats = {sample: count - 1 for sample, count in counted.items() if count > 1}
-    if tail == "uneven":
-        assert not lost
-        assert not repeats
-    elif tail == "drop":
-        assert not repeats
-        assert len(lost) < world_size
-        assert lost == set(range(size - len(lost), size))
-    else:
-        assert not lost
-        assert sum(repeats.values()) < world_size
-        assert set(repeats) <= set(range(world_size - 1))

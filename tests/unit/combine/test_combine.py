@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import json
 import os
 import pickle
 import random
-from collections import Counter, namedtuple
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -27,7 +26,6 @@ from support.law_sources import Carried, draws
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 
-Make = Callable[[], Loader]
 ALL = bool(os.environ.get("MIDEPOCH_CHAOS"))
 
 
@@ -98,14 +96,6 @@ def passes(loader: Loader, count: int) -> list[list[Any]]:
     return [sources.taken(loader) for _ in range(count)]
 
 
-def walked(make: Make, steps: int) -> Loader:
-    """A loader that has handed out so many batches, over as many epochs as it takes."""
-    loader = make()
-    while steps:
-        steps -= len(sources.taken(loader, steps))
-    return loader
-
-
 def resumed(loader: Loader, state: dict[str, Any]) -> Loader:
     loader.load_state_dict(state)
     return loader
@@ -168,19 +158,6 @@ def test_batches_in_flight_are_handed_out_again(kind: str, options: str) -> None
             assert sources.taken(fresh, again) == epoch[step - in_flight :][:again]
 
 
-def test_batches_in_flight_of_the_epoch_before() -> None:
-    make = functools.partial(two, "min_size")
-    whole = [batch for epoch in passes(make(), 3) for batch in epoch]
-    loader = walked(make, 2)  # an epoch
-    assert sources.taken(resumed(make(), loader.state_dict(1))) == whole[1:2]
-    next(iter(loader))
-    for in_flight in (1, 2, 3):
-        fresh = resumed(make(), loader.state_dict(in_flight))
-        assert sources.taken(fresh, 1) == whole[3 - in_flight : 4 - in_flight]
-    with pytest.raises(StateError, match="in_flight"):
-        loader.state_dict(4)
-
-
 IN_STEPS = [{"x": "2.0", "y": "3.0"}, {"x": "2.1", "y": "3.1"}]
 GIVEN: dict[Any, list[Any]] = {
     "min_size": IN_STEPS,
@@ -207,17 +184,6 @@ def test_a_cycle_counts_each_part_s_own_epochs() -> None:
     assert [batch[0] for batch in first + second] == [batch for epoch in passes(alone, 10) for batch in epoch]
 
 
-def test_parts_cut_off_begin_their_next_epoch_in_the_state_too() -> None:
-    make = functools.partial(two, "min_size")
-    loader = walked(make, 2)
-    fresh = resumed(make(), loader.state_dict())
-    next(iter(fresh))
-    assert [part.epoch for part in fresh.source.values()] == [1, 1]
-    alone = noisy(16, 2)
-    alone.seek(epoch=1)
-    assert sources.taken(loader, 1)[0]["b"] == sources.taken(alone, 1)[0]
-
-
 def test_forms() -> None:
     Pair = namedtuple("Pair", ["left", "right"])
 
@@ -236,15 +202,6 @@ def test_forms() -> None:
 # --- weighted mixing ---
 
 
-def test_draws_follow_the_weights() -> None:
-    loader = combine([wrap(list(range(10)), seed=0) for _ in range(3)], "weighted", weights=[1, 2, 0], steps=30_000,
-                     labelled=True, seed=9)  # fmt: skip
-    counts = Counter(name for name, _ in loader)
-    assert counts[2] == 0
-    assert abs(counts[0] - 10_000) < 400  # five standard deviations
-    assert loader.epoch == 1
-
-
 @pytest.mark.parametrize(
     ("seed", "epoch", "names"),
     [(0, 0, [2, 1, 0, 2, 0, 0, 2, 0, 0, 1, 0, 1]), (1, 5, [0, 1, 2, 1, 2, 1, 2, 2, 1, 2, 1, 2])],
@@ -254,13 +211,6 @@ def test_draws_are_pinned(seed: int, epoch: int, names: list[int]) -> None:
     loader = combine(parts, "weighted", weights=[1, 2, 3], steps=12, labelled=True, seed=seed)
     loader.seek(epoch=epoch)
     assert [name for name, _ in loader] == names
-
-
-def test_other_weights_go_on_from_the_same_place() -> None:
-    loader = two("weighted", weights={"a": 1, "b": 1})
-    taken = sources.taken(loader, 2)
-    rest = sources.taken(resumed(two("weighted", weights={"a": 0.01, "b": 1}), loader.state_dict()))
-    assert sorted(map(str, taken + rest)) == sorted(map(str, sources.taken(two("sequential"))))
 
 
 @settings(max_examples=60, deadline=None)
@@ -285,43 +235,6 @@ def test_an_epoch_s_length_is_counted_as_it_is_drawn(
 # --- worlds ---
 
 
-@pytest.mark.parametrize("mode", ["max_size", "sequential", "weighted"])
-@pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 1), (1, 2)])
-def test_on_another_world_the_rest_comes_once(mode: str, old: int, new: int) -> None:
-    def make(rank: int, world_size: int) -> Loader:
-        world = midepoch.World(rank, world_size)
-        parts = [
-            wrap(DataLoader(range(first, first + size), 2, shuffle=True, collate_fn=list), seed=first, world=world)  # type: ignore[arg-type]
-            for first, size in ((0, 24), (100, 36))
-        ]
-        return combine(parts, mode, seed=1)  # type: ignore[arg-type]
-
-    def samples(batches: list[Any]) -> list[int]:
-        return [each for batch in batches for one in (batch if mode == "max_size" else [batch]) for each in one or ()]
-
-    everything = Counter([*range(24), *range(100, 136)])
-    for cut in range(1, 5):
-        got: Counter[int] = Counter()
-        states = []
-        for rank in range(old):
-            loader = make(rank, old)
-            got.update(samples(list(itertools.islice(iter(loader), cut))))
-            states.append(loader.state_dict())
-        assert all(state == states[0] for state in states)
-        counts = set()
-        for rank in range(new):
-            loader = make(rank, new)
-            loader.load_state_dict(states[-1])
-            left = loader.batches_left
-            rest = list(loader)
-            assert len(rest) == left
-            counts.add(left)
-            got.update(samples(rest))
-        assert len(counts) == 1
-        assert not everything - got
-        assert (got - everything).total() <= 2 * (new - 1)
-
-
 def test_worlds_that_do_not_agree() -> None:
     here, there = midepoch.World(0, 2), midepoch.World(1, 2)
     with pytest.raises(ValueError, match="share one world"):
@@ -335,30 +248,6 @@ def test_worlds_that_do_not_agree() -> None:
 
 
 # --- iteration ---
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_looking_ahead_moves_nothing(options: str) -> None:
-    make = functools.partial(two, **OPTIONS[options])
-    (epoch,) = passes(make(), 1)
-    loader = make()
-    for batch in epoch:
-        before, counts = loader.state_dict(), (loader.batches_left, loader.batches_done)
-        assert loader.peek() == batch
-        assert (loader.state_dict(), (loader.batches_left, loader.batches_done)) == (before, counts)
-        assert sources.taken(resumed(make(), before), 1) == [batch]
-        assert next(iter(resumed(loader, before))) == batch
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_a_break_begins_a_new_epoch_of_every_part(options: str) -> None:
-    make = functools.partial(two, **OPTIONS[options])
-    loader = make()
-    sources.taken(loader, 2)
-    sources.taken(loader, 1)
-    state = loader.state_dict()
-    assert loader.epoch == 1
-    assert sources.taken(resumed(make(), state)) == sources.taken(resumed(loader, state))
 
 
 def test_set_epoch_and_seek() -> None:
@@ -378,15 +267,6 @@ def test_set_epoch_and_seek() -> None:
         loader.seek(position=2)
     with pytest.raises(StateError, match="load one, or seek an epoch"):
         loader.seek(epoch=2, position=1)
-
-
-def test_parts_read_before_begin_with_the_combination() -> None:
-    part = noisy(8, 1)
-    next(iter(part))
-    loader = combine([part, noisy(8, 2)])
-    fresh = resumed(combine([noisy(8, 1), noisy(8, 2)]), loader.state_dict())
-    assert sources.taken(loader) == sources.taken(fresh)
-    assert loader.epoch == 1
 
 
 def pickled(loader: Loader) -> Loader:
@@ -484,19 +364,6 @@ def test_a_part_that_fails_leaves_nothing_half_consumed(at: int, other: str, fir
         assert steady.reads == 6, "what was received before the failure is handed out, not read again"
 
 
-def test_a_failing_part_of_one_at_a_time() -> None:
-    failing = Breaking(4, 1)
-    loader = combine([wrap(DataLoader(failing, 1, collate_fn=list)), wrap([1, 2])], "sequential")
-    batches = iter(loader)
-    next(batches)
-    before = loader.state_dict()
-    with pytest.raises(RuntimeError):
-        next(batches)
-    assert loader.state_dict() == before
-    failing.broken = False
-    assert len(list(batches)) == 5
-
-
 @pytest.mark.parametrize("options", [{"mode": "max_size_cycle"}, {"mode": "weighted", "steps": 9}])
 @pytest.mark.parametrize("empty", [lambda: wrap([]), lambda: wrap(unknown(0))], ids=["no batches", "nothing comes"])
 def test_a_part_without_batches_cannot_begin_again(options: dict[str, Any], empty: Callable[[], Loader]) -> None:
@@ -573,12 +440,6 @@ def test_a_part_with_its_own_state_is_refused_with_the_cure() -> None:
     assert list(combine([wrap([1, 2]), wrap(Restarting(2), remember=1)])) == [[1, (0, 0)], [2, (0, 1)]]
 
 
-def test_one_loader_cannot_be_two_parts() -> None:
-    part = wrap([1])
-    with pytest.raises(ValueError, match="wrap its source twice"):
-        combine([part, part])
-
-
 def test_capabilities_are_those_of_all_parts() -> None:
     told = two("min_size").capabilities
     assert all(each for name, each in vars(told).items() if name != "skips")
@@ -609,13 +470,6 @@ class TestWeighted(_Combined):
     make_loader = staticmethod(combine_sources.weighted)
     draws = staticmethod(draws)
     shuffled = True
-
-
-class TestNested(_Combined):
-    world_sizes = (1, 2)
-    make_loader = staticmethod(combine_sources.nested)
-    parts = 3
-    state_bytes = 3 * 512
 
 
 class TestOwnStates(_Combined):

@@ -7,12 +7,11 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
-from midepoch import Capabilities, MidepochError
+from midepoch import Capabilities
 from midepoch.loader.loader import Loader
 from support import sources, wild_sources
 
@@ -104,51 +103,3 @@ def test_capabilities_do_not_change_with_use(name: str) -> None:
 
 def answers(told: Capabilities) -> dict[str, bool]:
     return {field.name: bool(getattr(told, field.name)) for field in fields(told)}
-
-
-def rest(make: Callable[..., Loader], state: dict[str, Any], **elsewhere: Any) -> list[Any] | None:
-    """What a fresh loader elsewhere has left, or None where it refuses."""
-    try:
-        return sources.quiet_resume(lambda: make(**elsewhere), state)
-    except MidepochError:
-        return None
-
-
-ELASTIC: dict[str, Callable[..., Loader]] = {
-    "map": lambda workers=0, **keywords: midepoch.wrap(sources.noisy_loader(num_workers=workers), seed=5, **keywords),
-    "driven": lambda workers=0, **keywords: midepoch.wrap(
-        DataLoader(sources.Exposing(22), batch_size=4, num_workers=workers), seed=5, **keywords
-    ),
-    "stream, shard=True": lambda workers=0, **keywords: midepoch.wrap(
-        DataLoader(sources.Stream(22), batch_size=4, num_workers=workers), seed=5, shard=True, **keywords
-    ),
-    "stream, shard=False": lambda workers=0, **keywords: midepoch.wrap(
-        DataLoader(sources.Stream(22), batch_size=4, num_workers=workers), seed=5, shard=False, **keywords
-    ),
-    "own state": lambda workers=0, **keywords: midepoch.wrap(
-        StatefulDataLoader(sources.Indices(22), batch_size=4, num_workers=workers), **keywords
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ELASTIC)
-def test_capabilities_are_kept(name: str) -> None:
-    """What says yes continues elsewhere exactly; what says no refuses, or is at least exact."""
-    make = ELASTIC[name]
-    torch.manual_seed(2)
-    with make() as loader:
-        told = loader.capabilities
-        whole = sources.taken(loader)
-    state = sources.heads(make, 2)[1]
-    in_two = rest(make, state, world=midepoch.World(0, 2))
-    if told.elastic_world:
-        assert in_two is not None
-        assert in_two[0] == whole[2]
-    else:
-        assert in_two is None
-    in_workers = rest(make, state, workers=2)
-    if told.elastic_workers:
-        assert in_workers == whole[2:]
-    elif told.rank_independent:
-        assert in_workers is None
-    assert rest(make, state) == whole[2:]

@@ -178,27 +178,6 @@ def test_a_pass_of_three_ranks_is_as_written_down_by_hand() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("together", "world_size"), [*((8, ranks) for ranks in (1, 2, 3, 5)), *((None, ranks) for ranks in (1, 2, 3))]
-)
-def test_weights_make_the_mean_over_ranks_that_over_samples(together: int | None, world_size: int) -> None:
-    """The gradient of a linear model, on any number of ranks, is that of one rank with the whole global batch."""
-    data: Any = torch.randn(37, 3, generator=torch.Generator().manual_seed(1))
-    settings: Any = {"global_batch": together, "tail": None if together else "uneven"}
-    sums: dict[int, torch.Tensor] = {}
-    for rank in range(world_size):
-        source = DataLoader(data, batch_size=2 if together else 6 // world_size)
-        loader = midepoch.wrap(source, world=World(rank, world_size), **settings)
-        step = 0
-        for batch in loader:
-            sums[step] = sums.get(step, torch.zeros(3)) + loader.weight * batch.mean(0)
-            step += loader.step_due
-    for step, total in sums.items():
-        expected = data[step * (together or 6) : (step + 1) * (together or 6)].mean(0)
-        torch.testing.assert_close(total / world_size, expected)
-    assert len(sums) == -(-37 // (together or 6))
-
-
 def test_a_state_within_a_global_batch_is_that_of_its_beginning() -> None:
     loader = make(World(), 20, 2, 6)
     each = iter(loader)
@@ -305,16 +284,6 @@ def test_drop_last_leaves_out_a_global_batch_not_full(world_size: int) -> None:
     assert sorted(samples) == list(range(20))
 
 
-def test_batches_may_be_the_units() -> None:
-    rows = [[number] for number in range(7)]
-    got = []
-    for rank in range(2):
-        loader = midepoch.wrap(rows, world=World(rank, 2), global_batch=3)
-        got.append([(batch, loader.weight) for batch in loader])
-    assert got[0] == [([0], 2 / 3), ([2], 2 / 3), ([3], 2 / 3), ([5], 2 / 3), ([6], 2.0)]
-    assert got[1] == [([1], 2 / 3), ([0], 0.0), ([4], 2 / 3), ([0], 0.0), ([0], 0.0)]
-
-
 def test_the_weight_of_a_plain_loader_is_that_of_its_tail() -> None:
     loader, other = (make(World(rank, 2), 11, 2, None, tail="uneven", shuffle=False) for rank in range(2))
     assert loader.weight == 1.0
@@ -325,13 +294,6 @@ def test_the_weight_of_a_plain_loader_is_that_of_its_tail() -> None:
     assert loader.step_due
     padded = make(World(0, 2), 11, 2, None)
     assert [padded.weight for _ in padded] == [1.0] * 3
-
-
-def test_what_only_reading_tells_has_no_weight() -> None:
-    loader = midepoch.wrap(sources.numbers, shard=True)
-    next(iter(loader))
-    with pytest.raises(UnsupportedSourceError, match=r"only reading tells.*divide by the sum"):
-        _ = loader.weight
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import io
 import itertools
 import pickle
 import warnings
@@ -204,30 +202,6 @@ def test_peek_after_the_end_of_a_pass_shows_the_next_epoch() -> None:
     assert sources.taken(loader) == second
 
 
-def test_peek_goes_on_from_a_load() -> None:
-    whole = epochs(shuffled, 1)[0]
-    _, state = sources.heads(shuffled, 3)
-    loader = shuffled()
-    loader.peek()
-    loader.load_state_dict(state)
-    assert sources.plain(loader.peek()) == whole[3]
-    assert loader.state_dict() == state
-    assert sources.taken(loader) == whole[3:]
-
-
-def test_a_second_pass_ends_the_first_with_an_error() -> None:
-    loader = shuffled()
-    older, newer = iter(loader), iter(loader)
-    next(older)
-    next(newer)
-    for _ in range(2):
-        with pytest.raises(MidepochError, match="another pass"):
-            next(older)
-    assert place(loader) == (1, 4)
-    next(newer)
-    assert place(loader) == (1, 8)
-
-
 def test_a_pass_that_had_ended_is_no_error_later() -> None:
     """A trainer that counts batches never asks for StopIteration; the older iterator still has one to give."""
     loader = shuffled()
@@ -259,12 +233,6 @@ def test_an_exhausted_iterator_stays_exhausted(make: Callable[[], Loader]) -> No
 # --- 3. the end of an epoch ---
 
 
-@pytest.mark.parametrize(("kind", "last"), [("shuffled", (1, 0)), ("stream in batches", (0, 22))])
-def test_the_last_batch_moves_to_the_next_epoch(kind: str, last: tuple[int, int]) -> None:
-    with MAKERS[kind]() as loader:
-        assert [place(loader) for _ in loader] == [(0, 4), (0, 8), (0, 12), (0, 16), (0, 20), last]
-
-
 @pytest.mark.parametrize("peeks", [False, True])
 def test_the_first_batch_may_be_the_last(peeks: bool) -> None:
     """In an epoch of one batch, or after a load that leaves one."""
@@ -293,27 +261,6 @@ def test_of_unknown_length_the_state_stays_until_the_end() -> None:
         fresh.load_state_dict(state)
         assert sources.taken(fresh) == second != first
         assert place(fresh) == (2, 0)
-
-
-def nothing() -> Iterator[int]:
-    return iter(())
-
-
-@pytest.mark.parametrize("make", [stream, MAKERS["stream in batches"], lambda: midepoch.wrap(nothing, seed=5)])
-@pytest.mark.parametrize("cut", [None, 2, -1], ids=["whole", "resumed", "resumed behind the last batch"])
-def test_a_loop_while_the_epoch_is_small(make: Callable[[], Loader], cut: int | None) -> None:
-    whole = epochs(make, 3)
-    loader, first, passes = make(), whole[0], []
-    if cut is not None and first:
-        _, state = sources.heads(make, cut % (len(first) + 1))
-        loader.load_state_dict(state)
-        first = first[cut:] if cut > 0 else []
-    while loader.epoch < 2:
-        loader.set_epoch(loader.epoch)
-        passes.append(sources.taken(loader))
-    # A pass that is resumed behind the last batch goes on with the next epoch.
-    assert passes == ([first, whole[1]] if cut != -1 or not whole[0] else [whole[1]])
-    assert sources.taken(loader) == whole[2] and loader.epoch == 3
 
 
 @pytest.mark.parametrize(
@@ -360,18 +307,6 @@ def test_loading_works_at_any_time(make: Callable[[], Loader]) -> None:
         assert [sources.plain(batch) for batch in batches] == whole[3:]
         loader.load_state_dict(state)  # behind the end
         assert sources.taken(loader) == whole[3:]
-
-
-def test_a_refused_load_changes_nothing() -> None:
-    whole = epochs(shuffled, 1)[0]
-    loader = shuffled()
-    batches = iter(loader)
-    next(batches)
-    loader.peek()
-    with pytest.raises(StateError):
-        loader.load_state_dict({**loader.state_dict(), "position": 8})
-    assert place(loader) == (0, 4)
-    assert [sources.plain(batch) for batch in batches] == whole[1:]
 
 
 # --- 5. set_epoch ---
@@ -441,18 +376,6 @@ def test_set_epoch_drops_nothing_of_a_loaded_epoch(apart: int) -> None:
         assert sources.taken(loader) == whole[4]
         loader.set_epoch(6)
         assert place(loader) == (6, 0)
-
-
-def test_set_epoch_counts_where_nothing_is_left() -> None:
-    whole = epochs(shuffled, 4)
-    loader = shuffled()
-    sources.taken(loader)
-    resumed = shuffled()
-    resumed.load_state_dict(loader.state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MidepochWarning)
-        resumed.set_epoch(3)
-    assert sources.taken(resumed) == whole[3]
 
 
 def test_an_earlier_epoch_is_ignored_once_there_is_progress() -> None:
@@ -529,37 +452,10 @@ def test_the_batches_done_and_left() -> None:
         assert len(sources.taken(elsewhere)) == expected[1]
 
 
-@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 4), (3, 2)])
-def test_a_progress_bar_goes_on_in_another_world(world_size: int, batch_size: int) -> None:
-    tqdm = pytest.importorskip("tqdm").tqdm
-    loader = shuffled(batch_size=batch_size, world=World(0, world_size))
-    loader.load_state_dict(sources.heads(shuffled, 3)[1])
-    with tqdm(loader, initial=loader.batches_done, file=io.StringIO()) as bar:
-        # It begins at the share of the epoch that is done, to the next batch, and is full when the pass is over.
-        assert abs(bar.n / len(loader) - 12 / 22) <= 1 / len(loader)
-        list(bar)
-        assert bar.n == bar.total == len(loader)
-    assert loader.batches_done == 0
-
-
 @pytest.mark.parametrize("ask", [len, lambda loader: loader.batches_left], ids=["len", "batches_left"])
 def test_a_length_that_is_unknown_is_a_type_error(ask: Callable[[Any], int]) -> None:
     with pytest.raises(TypeError, match="length"):
         ask(stream())
-
-
-def test_a_progress_bar_begins_anew_where_nothing_is_left() -> None:
-    """Of 26 samples, batches of 4 without the last, one rank has had five: 6 samples are no batch for two ranks."""
-
-    def make(world_size: int) -> Loader:
-        source: Any = DataLoader(range(26), 4, shuffle=True, drop_last=True)  # type: ignore[arg-type]
-        return midepoch.wrap(source, seed=0, world=World(0, world_size))
-
-    _, state = sources.heads(lambda: make(1), 5)
-    loader = make(2)
-    loader.load_state_dict(state)
-    assert (loader.batches_left, loader.batches_done, len(loader)) == (0, 0, 3)
-    assert len(sources.taken(loader)) == 3
 
 
 @maker
@@ -580,20 +476,6 @@ def test_closing_keeps_the_state(make: Callable[[], Loader]) -> None:
     loader.close()
 
 
-def _pass_of(loader: Loader) -> tuple[list[Any], dict[str, Any]]:
-    return sources.taken(loader), loader.state_dict()
-
-
-def test_a_loader_goes_to_a_spawned_process() -> None:
-    """As trainers send theirs: fresh, and with a state that was loaded before."""
-    whole = epochs(shuffled, 1)[0]
-    loaded = shuffled()
-    loaded.load_state_dict(sources.heads(shuffled, 2)[1])
-    fresh, continued = sources.in_processes(_pass_of, (shuffled(),), (loaded,))
-    assert (fresh[0], continued[0]) == (whole, whole[2:])
-    assert fresh[1] == continued[1]
-
-
 @pytest.mark.parametrize("kind", ["driven", "stream"])
 def test_a_pickled_loader_stands_where_it_stood(kind: str) -> None:
     loader = MAKERS[kind]()
@@ -601,18 +483,6 @@ def test_a_pickled_loader_stands_where_it_stood(kind: str) -> None:
     there = pickle.loads(pickle.dumps(loader))
     assert there.state_dict() == loader.state_dict()
     assert sources.taken(there) == epochs(MAKERS[kind], 2)[1]
-
-
-def test_a_copy_goes_its_own_way() -> None:
-    whole = epochs(shuffled, 2)
-    loader = shuffled()
-    batches = iter(loader)
-    next(batches)
-    twin = copy.deepcopy(loader)
-    assert twin.state_dict() == loader.state_dict()
-    assert sources.taken(twin, 1) == whole[1][:1]
-    assert place(loader) == (0, 4)
-    assert [sources.plain(batch) for batch in batches] == whole[0][1:]
 
 
 # --- 7. what goes wrong in the source ---
@@ -735,28 +605,6 @@ def test_a_source_with_its_own_state_remembers_batches() -> None:
         forgetful.state_dict(1)
 
 
-def test_after_an_error_a_source_remembers_where_it_was() -> None:
-    loader = midepoch.wrap(Raising(), remember=1)
-    batches = iter(loader)
-    next(batches)
-    next(batches)
-    with pytest.raises(RuntimeError, match="the disk is gone"):
-        next(batches)
-    assert loader.state_dict()["position"] == 2
-    assert loader.state_dict(1)["position"] == 1
-
-
-class Raising(sources.Counter):
-    """Fails at its third batch."""
-
-    def __iter__(self) -> Iterator[int]:
-        for number in super().__iter__():
-            if number == 2:
-                self.given -= 1
-                raise RuntimeError("the disk is gone")
-            yield number
-
-
 @pytest.mark.parametrize("change", [-1, 1])
 @pytest.mark.parametrize("kind", ["list", "dataset", "iterable"])
 def test_a_length_that_changes_in_mid_epoch_is_named(kind: str, change: int) -> None:
@@ -807,20 +655,6 @@ def test_a_sample_that_ends_the_iteration_loses_no_batch(first: int, workers: in
     loader.close()
 
 
-def test_one_thing_that_cannot_be_iterated_twice_is_named() -> None:
-    class OneShot:
-        def __init__(self) -> None:
-            self.items = iter(range(3))
-
-        def __iter__(self) -> Iterator[int]:
-            return self.items
-
-    loader = midepoch.wrap(OneShot(), seed=0)
-    assert sources.taken(loader) == [0, 1, 2]
-    with pytest.raises(SourceError, match="can be iterated only once"):
-        sources.taken(loader)
-
-
 def test_the_world_must_not_change_between_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -866,13 +700,6 @@ def test_the_world_must_not_change_between_passes(monkeypatch: pytest.MonkeyPatc
 def test_wrap_checks_its_arguments(keywords: dict[str, Any], kind: type[Exception]) -> None:
     with pytest.raises(kind, match=next(iter(keywords))):
         midepoch.wrap([1, 2], **keywords)
-
-
-def test_what_is_wrapped_is_returned_as_it_is() -> None:
-    loader = shuffled()
-    assert midepoch.wrap(loader) is loader
-    assert isinstance(loader, midepoch.StatefulIterable)
-    assert isinstance(loader.source, DataLoader)
 
 
 def test_a_loader_is_true_unless_it_is_known_to_be_empty() -> None:

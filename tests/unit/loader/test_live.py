@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import os
-import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
@@ -29,11 +25,6 @@ SIZE = 61
 
 def by_index(world: World, **settings: Any) -> Loader:
     return midepoch.wrap(sources.noisy_loader(SIZE, batch_size=3, **settings), seed=3, world=world, tail="uneven")
-
-
-def driven(world: World | None, **settings: Any) -> Loader:
-    source = DataLoader(sources.Exposing(SIZE), batch_size=3, **settings)
-    return midepoch.wrap(source, seed=3, world=world, tail="uneven")
 
 
 def batches(world: World) -> Loader:
@@ -59,107 +50,6 @@ def begun(loader: Loader, count: int = 1, commits: bool = False) -> Iterator[Any
     return batches
 
 
-class Group:
-    """Some ranks in one process that train, lose steps, leave and join as a seed has it."""
-
-    def __init__(self, make: Callable[[World], Loader], seed: int) -> None:
-        self.make, self.random = make, random.Random(seed)
-        self.loaders: list[Loader] = []
-        self.passes: list[Iterator[Any]] = []
-        self.ended: list[bool] = []
-        self.become(self.random.randint(1, 3))
-        self.trained: list[str] = []
-        self.pending: list[str] = []
-        self.worlds = 0
-
-    def become(self, ranks: int) -> None:
-        """Ranks leave, or join with a state of a rank that is there."""
-        while len(self.loaders) > ranks:
-            self.loaders.pop().close()
-            self.passes.pop()
-            self.ended.pop()
-        for rank, loader in enumerate(self.loaders):
-            loader.reshard(World(rank, ranks))
-        while len(self.loaders) < ranks:
-            loader = self.make(World(len(self.loaders), ranks))
-            if self.loaders:
-                loader.load_state_dict(self.loaders[0].state_dict())
-            self.loaders.append(loader)
-            self.passes.append(iter(loader))
-            self.ended.append(False)
-
-    def roll_back(self) -> None:
-        for rank, loader in enumerate(self.loaders):
-            before = loader.position
-            loader.rollback()
-            if loader.position != before and self.ended[rank]:
-                self.passes[rank], self.ended[rank] = iter(loader), False
-        self.pending.clear()
-
-    def step(self) -> bool:
-        """A step of all ranks; False at the end of the epoch."""
-        got = []
-        for rank, each in enumerate(self.passes):
-            try:
-                got += samples(next(each))
-            except StopIteration:
-                self.ended[rank] = True
-        self.pending += got
-        if got and (self.random.random() < 0.7 or not self.loaders[0].position):
-            for loader in self.loaders:
-                loader.commit()
-            states = [loader.state_dict() for loader in self.loaders]
-            assert len({(state["epoch"], state["position"]) for state in states}) == 1
-            self.trained += self.pending
-            self.pending.clear()
-        return bool(got)
-
-    def epoch(self) -> list[str]:
-        self.passes, self.ended = [iter(loader) for loader in self.loaders], [False] * len(self.loaders)
-        while self.step():
-            chance = self.random.random() if self.loaders[0].position else 1.0
-            if chance < 0.4:
-                self.roll_back()
-            if chance < 0.25:
-                self.become(self.random.randint(1, 4))
-                self.worlds += 1
-        assert not self.pending
-        trained, self.trained = self.trained, []
-        return sorted(trained)
-
-    def close(self) -> None:
-        for loader in self.loaders:
-            loader.close()
-
-
-MAKERS: dict[str, tuple[Callable[..., Loader], dict[str, Any]]] = {
-    "by index": (by_index, {}),
-    "by index, workers": (by_index, {"num_workers": 2}),
-    "by index, persistent workers": (by_index, {"num_workers": 2, "persistent_workers": True}),
-    "driven by samplers": (driven, {}),
-    "driven by samplers, workers": (driven, {"num_workers": 2}),
-    "list of batches": (batches, {}),
-}
-
-
-@pytest.mark.parametrize(
-    "kind",
-    # Workers that persist are those that a reshard leaves alive.
-    [pytest.param(each, marks=pytest.mark.long if each == "by index, workers" else ()) for each in MAKERS],
-)
-def test_any_sequence_of_worlds_trains_each_sample_once(kind: str) -> None:
-    make, settings = MAKERS[kind]
-    whole = make(World())
-    expected = [sorted(each for batch in whole for each in samples(batch)) for _ in range(2)]
-    rounds, worlds = (3 if settings else 40) * (20 if os.environ.get("MIDEPOCH_CHAOS") else 1), 0
-    for seed in range(rounds):
-        group = Group(functools.partial(make, **settings) if settings else make, seed)
-        assert [group.epoch() for _ in range(2)] == expected, seed
-        worlds += group.worlds
-        group.close()
-    assert worlds >= rounds
-
-
 @pytest.mark.parametrize("persistent", [False, True])
 def test_persistent_workers_outlive_a_change_of_the_world(persistent: bool) -> None:
     before = {child.pid for child in psutil.Process().children()}
@@ -178,39 +68,6 @@ def test_persistent_workers_outlive_a_change_of_the_world(persistent: bool) -> N
     assert not {child.pid for child in psutil.Process().children()} - before
 
 
-class Noting(sources.Indices):
-    """Writes down what is read, in this process or in others. Nothing is while somebody has the lock."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(400)
-        self.path, self.lock = path, multiprocessing.Lock()
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.01)
-        with self.lock, self.path.open("a") as noted:
-            noted.write(f"{index} {os.getpid()}\n")
-        return index
-
-
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_reshard_waits_for_one_batch_at_most(workers: int, tmp_path: Path) -> None:
-    """In the worker process that reads it, for the rest of the batch that it was reading."""
-    options: dict[str, Any] = {"num_workers": workers, "prefetch_factor": 20} if workers else {}
-    source: Any = DataLoader(data := Noting(tmp_path / "read"), batch_size=5, **options)
-    loader = midepoch.wrap(source, world=World(0, 2), verify="off")
-    each = begun(loader)
-    for world in (World(0, 3), World(1, 2), World()):
-        with data.lock:
-            before = len((tmp_path / "read").read_text().splitlines())
-        loader.reshard(world)
-        batch = next(each).tolist()
-        lines = [line.split() for line in (tmp_path / "read").read_text().splitlines()[before:]]
-        reads = [[int(index) for index, process in lines if process == each] for _, each in lines]
-        until = min(max(map(read.index, batch)) + 1 for read in reads if set(batch) <= set(read))
-        assert until <= 5 * (1 + bool(workers))
-    loader.close()
-
-
 @pytest.mark.parametrize("beside", ["nothing", "a rollback before", "a rollback behind"])
 def test_a_pass_that_the_new_world_has_no_batch_for_has_ended(beside: str) -> None:
     loader = midepoch.wrap(DataLoader(sources.Indices(10), batch_size=2), world=World(), tail="drop")
@@ -225,18 +82,6 @@ def test_a_pass_that_the_new_world_has_no_batch_for_has_ended(beside: str) -> No
     assert list(each) == []
     assert (loader.epoch, loader.position) == (1, 0)
     assert [batch.tolist() for batch in loader] == [[2, 3], [7]]
-
-
-def test_a_pass_of_unknown_length_ends_where_nothing_is_left() -> None:
-    def numbers() -> Iterator[int]:
-        yield from range(4)
-
-    loader = midepoch.wrap(numbers, seed=0, shard=True, world=World())
-    batches = iter(loader)
-    first = [next(batches) for _ in range(4)]
-    loader.reshard(World())
-    assert [*first, *batches] == [0, 1, 2, 3] and (loader.epoch, loader.position) == (1, 0)
-    assert list(loader) == [0, 1, 2, 3] and loader.epoch == 2
 
 
 @pytest.mark.parametrize("resharded", [False, True])
@@ -266,20 +111,6 @@ def test_a_rank_that_joins_where_nothing_is_left_ends_the_epoch(resharded: bool)
     assert places() == [(0, 21)] * 2
     assert [next(body) for body in bodies] == [1, 1]
     assert [next(iter(loader)).tolist() for loader in (stays, joins)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_a_replay_is_shared_anew() -> None:
-    whole = [samples(batch)[0] for batch in replayed(World())]
-    loaders = [replayed(World(rank, 2)) for rank in range(2)]
-    passes = [iter(loader) for loader in loaders]
-    got = [samples(next(each))[0] for _ in range(3) for each in passes]
-    newcomer = replayed(World(2, 3))
-    newcomer.load_state_dict(loaders[0].state_dict())
-    for rank, loader in enumerate(loaders):
-        loader.reshard(World(rank, 3))
-    with pytest.warns(midepoch.MidepochWarning, match="read again from its start"):
-        got += [samples(batch)[0] for each in (*passes, iter(newcomer)) for batch in each]
-    assert sorted(got) == sorted(whole)
 
 
 @pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
@@ -331,19 +162,6 @@ def test_states_say_what_is_committed() -> None:
     resumed = by_index(World())
     resumed.load_state_dict(committed)
     assert sources.plain(next(iter(resumed))) == second
-
-
-def test_before_its_first_commit_a_rank_says_what_was_handed_out() -> None:
-    """As any loader that is resumed does; so it keeps what it has loaded, to send that."""
-    first, joins = by_index(World(0, 2)), by_index(World(1, 2))
-    next(iter(first))
-    first.commit()
-    joins.load_state_dict(first.state_dict())
-    next(iter(joins))
-    assert joins.state_dict()["position"] == 12
-    assert joins.state_dict(in_flight=1)["position"] == 6
-    joins.commit()
-    assert joins.state_dict()["position"] == 12
 
 
 class Mute(sources.Counter):
@@ -442,18 +260,6 @@ def of_a_dataset_that_is_told(**options: Any) -> tuple[Told, Loader]:
     return data, midepoch.wrap(DataLoader(data, 2, num_workers=1), world=World(), verify="off", **options)
 
 
-@pytest.mark.parametrize("taken", [5, 4, 2], ids=["after the last batch", "where nothing is left", "before a break"])
-def test_after_a_reshard_an_epoch_reads_the_dataset_as_it_is(taken: int) -> None:
-    """Worker processes have a copy of it, with the last epoch."""
-    data, loader = of_a_dataset_that_is_told(tail="drop")
-    each = begun(loader, taken)
-    loader.reshard(World(0, 3))
-    assert taken == 2 or next(each, None) is None
-    data.epoch = 1
-    assert [batch[1].tolist() for batch in loader] == [[1, 1], [1]]
-    loader.close()
-
-
 @pytest.mark.parametrize(("before", "leads"), [("reshard", "load"), ("rollback", "seek")])
 def test_behind_a_load_the_dataset_is_read_as_it_is(before: str, leads: str) -> None:
     """Whatever came before."""
@@ -474,32 +280,10 @@ def test_behind_a_load_the_dataset_is_read_as_it_is(before: str, leads: str) -> 
     loader.close()
 
 
-class DividedWithState(IterableDataset[int]):
-    """Divides its data among worker processes by itself, and has a state in which each of them stands."""
-
-    at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        worker = torch.utils.data.get_worker_info()
-        assert worker is not None
-        for number in range(worker.id + worker.num_workers * self.at, 16, worker.num_workers):
-            self.at += 1
-            yield number
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
 @pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
-@pytest.mark.parametrize("kind", ["without a state", "with a state"])
 @pytest.mark.parametrize("committed", [0, 3])
-def test_a_rollback_begins_workers_streams_again(kind: str, committed: int) -> None:
-    stream: Any = DividedWithState() if kind == "with a state" else sources.Stream(16, by_worker=True)
-    source = DataLoader(stream, batch_size=2, num_workers=2)
+def test_a_rollback_begins_workers_streams_again(committed: int) -> None:
+    source = DataLoader(sources.Stream(16, by_worker=True), batch_size=2, num_workers=2)
     loader = midepoch.wrap(source, world=World(), shard=False, verify="off", seed=1)
     whole = sources.taken(loader)
     loader.seek(epoch=0)
@@ -526,12 +310,6 @@ def test_a_bad_batch_is_not_passed_over_in_another_world(tmp_path: Path) -> None
     assert (loader.state_dict(), loader.position) == (state, 4)
     loader.reshard(World(1, 2))
     assert next(each)[:, 0].tolist() == [6, 7]
-
-
-def test_a_loader_may_be_resharded_before_its_first_batch() -> None:
-    loader = by_index(World())
-    loader.reshard(World(1, 2))
-    assert sources.plain(next(iter(loader))) == sources.plain(next(iter(by_index(World(1, 2)))))
 
 
 # --- a training loop that begins again in its process -----------------------------------------------------------------

@@ -6,7 +6,6 @@ import html.parser
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -63,20 +62,6 @@ def test_a_loader_shows_where_it_stands_and_what_it_promises() -> None:
     assert cells.rows[1][1] == "yes" and cells.rows[1][2] == loader.capabilities.exact_order.reason
     assert shown(loader.capabilities).rows == cells.rows
     assert loader.state_dict() == before and len(list(loader)) == 10, "to look changes nothing"
-
-
-def test_it_names_the_rank_and_needs_no_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    def batches() -> Iterator[int]:
-        yield from range(3)
-
-    loader = midepoch.wrap(batches, seed=0, shard=True, world=midepoch.World(1, 2))
-    assert shown(loader).title == "midepoch iterable loader: epoch 0, 0 batches, rank 1 of 2"
-    # No seed was given, and each rank may have drawn another one.
-    source = DataLoader(TensorDataset(torch.arange(8)), shuffle=True, generator=torch.Generator())
-    private = midepoch.wrap(source, world=midepoch.World(0, 2))
-    assert shown(private).title.startswith("midepoch dataloader loader: epoch 0, 0")
-    monkeypatch.setenv("RANK", "1")  # without WORLD_SIZE: an error of the first batch, not of whoever looks
-    assert shown(midepoch.wrap([1, 2], seed=0)).title == "midepoch sequence loader: epoch 0, 0 batches"
 
 
 def test_what_a_user_writes_is_text() -> None:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-import re
-import sys
-import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -41,17 +37,6 @@ class TestMapStyle(_Worked):
     shuffled = True
 
 
-class TestReplayed(_Worked):
-    make_loader = staticmethod(then_sources.replayed)
-
-
-class TestTorchdata(_Worked):
-    make_loader = staticmethod(then_sources.torchdata)
-    shuffled = True
-    world_sizes = (1,)  # it divides itself, by what it takes for the world
-    state_bytes = 16384
-
-
 # --- a state counts what was handed out ------------------------------------------------------------------------------
 
 
@@ -74,16 +59,6 @@ def webdataset_dropping(**options: Any) -> Loader:
 
 def dropped(sample: dict[str, Any]) -> bool:
     return int(sample["cls"]) not in (2, 3, 6, 7, 12)
-
-
-def webdataset_streamed(**options: Any) -> Loader:
-    wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
-    from support import webdataset_sources
-
-    urls = [url + ".gz" for url in webdataset_sources.law_shards("streamed", [4] * 12)]
-    dataset = wds.WebDataset(urls, shardshuffle=100, nodesplitter=wds.split_by_node).shuffle(10)
-    dataset = dataset.map(webdataset_sources.Reading()).batched(5, collation_fn=torch.stack)
-    return midepoch.wrap(DataLoader(dataset, batch_size=None), seed=5, tail="uneven", **options)
 
 
 def drawing(batch: Any) -> Any:
@@ -125,7 +100,6 @@ PLACED: dict[str, Callable[..., Loader]] = {
     "replayed in workers": wrapping(lambda: DataLoader(sources.Stream(13), batch_size=2, num_workers=2), shard=True),
     "a state of its own": wrapping(lambda: sources.Counter(7)),
     "webdataset, with steps that have no batch": webdataset_dropping,
-    "webdataset, streamed": webdataset_streamed,
 }
 
 
@@ -179,44 +153,6 @@ def test_it_shares_no_stream_with_the_collate_function() -> None:
         assert not set(of_collate) & set(of_then)
 
 
-class Augment(torch.nn.Module):
-    """A module with parts that hold generators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.erase, self.inner = Erase(5), Erase(6)
-        self.more = torch.nn.Sequential(self.inner, torch.nn.Identity())
-
-    def forward(self, batch: torch.Tensor) -> list[float]:
-        return [*self.erase(batch), *self.more(batch)]  # the generator inside is found at two paths, and keyed once
-
-
-class Erase(torch.nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def forward(self, batch: Any) -> list[float]:
-        return torch.rand(2, generator=self.generator).tolist()
-
-
-def test_a_module_and_the_generators_of_its_parts() -> None:
-    module = Augment()
-    before = [module.erase.generator.get_state(), module.inner.generator.get_state()]
-
-    def make(then: Any) -> Loader:
-        return midepoch.wrap(DataLoader(sources.Indices(20), batch_size=4), seed=3, then=then)
-
-    whole = list(make(module))
-    assert len({number for numbers in whole for number in numbers}) == 20
-    loader, fresh = make(module), make(Augment())
-    next(iter(loader))
-    fresh.load_state_dict(loader.state_dict())
-    assert list(fresh) == whole[1:]
-    after = [module.erase.generator.get_state(), module.inner.generator.get_state()]
-    assert all(map(torch.equal, before, after))
-
-
 class Late:
     """Makes its generator when it is first called."""
 
@@ -255,20 +191,6 @@ def test_a_device_that_a_later_call_starts(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.warns(MidepochWarning, match="first drew on a device") as told:
         assert read() == read()
     assert len(told) == 2
-
-
-def test_the_caller_finds_the_generators_as_they_were() -> None:
-    def numbers() -> tuple[float, ...]:
-        return random.random(), random.gauss(0, 1), np.random.standard_normal(), torch.randn(1).item()
-
-    def seen(then: Callable[[Any], Any] | None) -> list[Any]:
-        random.seed(1), np.random.seed(1), torch.manual_seed(1)
-        loader = midepoch.wrap(list(range(6)), seed=1, then=then)
-        return [numbers() for _ in loader]
-
-    expected = seen(None)
-    for draws in ((), (0,), (3,), range(6)):
-        assert seen(lambda batch: numbers() if batch in draws else batch) == expected  # noqa: B023  # called at once
 
 
 def test_without_streams_it_draws_from_the_caller() -> None:
@@ -352,18 +274,6 @@ def test_an_error_comes_with_its_batch(error: type[BaseException], on_error: Any
     fresh.load_state_dict(loader.state_dict())
     assert list(fresh) == whole[5:]
     assert list(batches) == whole[5:]
-
-
-def test_an_error_of_the_source_comes_with_its_batch(tmp_path: Path) -> None:
-    dataset = sources.Failing(24, [9], tmp_path)
-    loader = midepoch.wrap(DataLoader(dataset, batch_size=4), then=sources.plain, on_error="retry")
-    batches = iter(loader)
-    assert len([next(batches) for _ in range(2)]) == 2
-    with pytest.raises(RuntimeError, match="sample 9 cannot be read"):
-        next(batches)
-    assert (loader.position, loader.batches_done) == (8, 2)
-    dataset.failing = frozenset()
-    assert len(list(batches)) == 4
 
 
 def test_a_source_with_its_own_state_passes_over_no_batch() -> None:
@@ -483,7 +393,8 @@ class OnDevice(torch.nn.Module):
         return torch.stack([batch, noise, torch.rand(len(batch), device=self.device, generator=self.generator)])
 
 
-def check_on(device: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def test_work_on_a_device(device: str) -> None:
     def make() -> Loader:
         loader = DataLoader(sources.Indices(40), batch_size=4, shuffle=True)
         return midepoch.wrap(loader, seed=1, then=OnDevice(device))
@@ -500,143 +411,3 @@ def check_on(device: str) -> None:
         resumed = make()
         resumed.load_state_dict(loader.state_dict())
         assert head + [batch.tolist() for batch in resumed] == whole
-
-
-def test_work_on_the_cpu_as_a_device() -> None:
-    check_on("cpu")
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_work_on_a_gpu() -> None:
-    check_on("cuda")
-
-
-# --- functions that keep something, tried on a copy -------------------------------------------------------------------
-
-
-class Counting:
-    """Counts its calls, and gives what it is told to."""
-
-    def __init__(self, give: Callable[[Any, int], Any]) -> None:
-        self.give, self.calls = give, 0
-
-    def __call__(self, batch: Any) -> Any:
-        self.calls += 1
-        return self.give(batch, self.calls)
-
-
-class Blending(torch.nn.Module):
-    """Mixes with the batch before."""
-
-    before: Any
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("before", None)
-
-    def forward(self, batch: Any) -> Any:
-        before, self.before = self.before, batch
-        return batch if before is None else batch + before[: len(batch)]
-
-
-class RunningStatistics(torch.nn.Module):
-    """Normalizes by what it has seen so far, with the running numbers or with those of the batch."""
-
-    def __init__(self, of_the_batch: bool) -> None:
-        super().__init__()
-        self.norm, self.of_the_batch = torch.nn.BatchNorm1d(1), of_the_batch
-
-    @torch.no_grad()
-    def forward(self, batch: Any) -> Any:
-        rows = batch.reshape(-1, 1).float()
-        result = self.norm.train()(rows)
-        return result if self.of_the_batch else self.norm.eval()(rows)
-
-
-def worked(function: Any, **settings: Any) -> Loader:
-    data: Any = torch.arange(24)
-    return midepoch.wrap(DataLoader(data, 4, shuffle=True), seed=3, then=function, **settings)
-
-
-# By name, since what is tried is a pickled copy.
-def times_calls(batch: Any, calls: int) -> Any:
-    return batch * calls
-
-
-def of_the_system(batch: Any, calls: int) -> Any:
-    return batch + np.random.default_rng().random()
-
-
-def in_place(batch: Any, calls: int) -> Any:
-    return batch.mul_(2)
-
-
-def as_it_is(batch: Any, calls: int) -> Any:
-    return batch
-
-
-def pass_on(open_file: Any, batch: Any) -> Any:
-    return batch
-
-
-KEEPING: dict[str, Callable[[], Any]] = {
-    "a count": lambda: Counting(times_calls),
-    "the batch before": Blending,
-    "running statistics": lambda: RunningStatistics(False),
-    "a generator of the system's": lambda: Counting(of_the_system),
-}
-
-
-@pytest.mark.parametrize("kind", KEEPING)
-def test_a_function_that_keeps_something_is_told_once(kind: str) -> None:
-    loader = worked(KEEPING[kind]())
-    assert loader.capabilities.exact_augmentations
-    with pytest.warns(MidepochWarning, match=r"two calls of then= for the same batch differ") as told:
-        next(iter(loader))
-        next(iter(loader))
-    assert len([each for each in told if "two calls" in str(each.message)]) == 1
-    assert not loader.capabilities.exact_augmentations and loader.capabilities.exact_order
-    assert "two calls" in loader.capabilities.exact_augmentations.reason
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        list(worked(KEEPING[kind](), verify="off"))
-
-
-QUIET: dict[str, Callable[[], Any]] = {
-    "draws": then_sources.Work,
-    "in place": lambda: Counting(in_place),
-    "batch normalization": lambda: RunningStatistics(True),
-    "counts only": lambda: Counting(as_it_is),
-}
-
-
-@pytest.mark.parametrize("kind", QUIET)
-def test_trying_a_function_changes_nothing(kind: str) -> None:
-    functions = QUIET[kind](), QUIET[kind]()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tried = worked(functions[0])
-        batches = [list(tried), list(tried)]
-        assert tried.capabilities.exact_augmentations and not tried.capabilities.exact_augmentations.believed
-        untried = worked(functions[1], verify="off")
-        assert repr([list(untried), list(untried)]) == repr(batches)
-    one, other = functions
-    if isinstance(one, Counting):
-        assert one.calls == other.calls == 12
-    if isinstance(one, RunningStatistics):
-        assert one.norm.running_mean is not None
-        assert torch.equal(one.norm.running_mean, other.norm.running_mean)
-
-
-@pytest.mark.parametrize(("function", "why"), [
-    (lambda batch: 2 * batch, "a function cannot be copied"),
-    (functools.partial(pass_on, sys.stdout), "it cannot be pickled"),
-])  # fmt: skip
-def test_a_function_that_cannot_be_tried_is_believed(function: Any, why: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loader = worked(function)
-        next(iter(loader))
-    told = loader.capabilities.exact_augmentations
-    assert told.holds and told.believed and re.search(f"then= was not tried: .*({why})", told.reason)

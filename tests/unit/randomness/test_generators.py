@@ -9,14 +9,14 @@ import sys
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch import MidepochWarning
@@ -135,13 +135,6 @@ def test_what_several_share_has_one_stream() -> None:
     bits = np.random.PCG64(5)
     shared = [np.random.Generator(bits), np.random.Generator(bits), bits]
     assert [each.generator for each in find_generators(Holder(shared))[0]] == [bits]
-
-
-def test_classes_that_are_called_alike_do_not_share_a_stream() -> None:
-    first, second = Holder(made()), Holder(made())
-    streams = Streams(first, second)
-    with streams.under(7):
-        assert first.held.random() != second.held.random()
 
 
 def test_the_global_generators_are_not_owned() -> None:
@@ -265,46 +258,6 @@ def _state_after(make: Callable[[], Loader], batches: int) -> Any:
     return state
 
 
-class Transformed(sources.Indices):
-    transform: Any = None
-
-    def __getitem__(self, index: int) -> Any:
-        return index, self.transform.held.random()
-
-
-def test_a_transform_that_is_changed_between_epochs_is_found() -> None:
-    dataset, there = Transformed(16), Transformed(16)
-    dataset.transform, there.transform = Holder(np.random.default_rng(1)), Holder(random.Random(2))
-    loader, resumed = wrapped(dataset), wrapped(there)
-    sources.taken(loader)
-    dataset.transform = Holder(random.Random())
-    iterator = iter(loader)
-    head = [sources.plain(next(iterator)) for _ in range(2)]
-    resumed.load_state_dict(loader.state_dict())
-    tail = [sources.plain(batch) for batch in iterator]
-    assert sources.taken(resumed) == tail != head
-
-
-class Replayed(IterableDataset[Any]):
-    """Makes a generator at each pass, of which nobody can know before it is read."""
-
-    def __iter__(self) -> Iterator[Any]:
-        self.rng = random.Random(5)
-        for number in range(12):
-            yield number, self.rng.random()
-
-
-def test_a_source_that_is_replayed_draws_alike_in_each_process() -> None:
-    def make() -> Loader:
-        return midepoch.wrap(Replayed(), seed=2)
-
-    loader = make()
-    first, second = sources.taken(loader), sources.taken(loader)
-    for cut in (1, 6):
-        assert sources.quiet_resume(make, sources.heads(make, cut)[1]) == first[cut:]
-    assert sources.quiet_resume(make, _state_after(make, 15)) == second[3:]
-
-
 # --- looking on where nobody draws ---
 
 
@@ -384,38 +337,6 @@ def test_a_draw_is_seen(name: str) -> None:
         random.gauss(0, 1), np.random.standard_normal(), torch.randn(1), torch.randn(1, dtype=torch.float64)
 
 
-def test_each_generator_is_read_for_again_once_in_a_process() -> None:
-    streams = Streams()
-    assert reads(streams, lambda: None) == ["with keys"]
-    draws = [random.random, np.random.rand, lambda: torch.rand(()), midepoch.sample_generator]
-    for draw in draws:
-        assert len(reads(streams, draw)) == 2
-    for draw in draws:
-        assert len(reads(streams, draw)) == 1
-
-
-def test_an_error_by_chance_is_that_of_the_stream() -> None:
-    """What a batch without keys raises after it has drawn is not what it raises under them."""
-    streams = Streams()
-    outcomes: list[Exception | None] = [KeyError(), None]
-    reads(streams, lambda: None)
-
-    def call(start: Callable[[int], None] | None) -> float:
-        if start is not None:
-            start(7)
-        drawn = random.random()
-        if error := outcomes.pop(0):
-            raise error
-        return drawn
-
-    random.seed(7)
-    assert streams.read(call) == random.Random(7).random()
-    outcomes += [ValueError(), None]
-    with pytest.raises(ValueError):
-        streams.read(call)
-    assert outcomes == [None]
-
-
 class Lazy(types.ModuleType):
     """Imports what it stands for as soon as anybody asks, as the modules of six do."""
 
@@ -443,21 +364,6 @@ def test_a_search_asks_no_object_and_enters_no_library() -> None:
     found, hopeless = find_generators(Holder([random, np, torch, sys.modules[__name__]]))
     assert not hopeless
     assert all(each.path.startswith("Holder") and __name__ in each.path for each in found)
-
-
-def test_what_cannot_be_seeded_is_not_promised() -> None:
-    dataset = sources.Indices(10)
-    dataset.generator = made()  # type: ignore[attr-defined]
-    assert midepoch.wrap(DataLoader(dataset, 2), seed=1).capabilities.exact_augmentations
-    dataset.generator = random.SystemRandom()  # type: ignore[attr-defined]
-    told = midepoch.wrap(DataLoader(dataset, 2), seed=1).capabilities.exact_augmentations
-    assert not told and "SystemRandom" in told.reason
-
-
-def test_a_class_that_is_held_and_not_its_instance() -> None:
-    (found,), hopeless = find_generators(Holder(OfTheClass))
-    assert found.generator is OfTheClass.rng
-    assert not hopeless
 
 
 def test_a_generator_over_numpys_global_one_cannot_be_seeded() -> None:

@@ -11,7 +11,6 @@ import random
 import sys
 import threading
 import time
-import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,17 +20,14 @@ import albumentations
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, default_collate
-from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data import DataLoader, WeightedRandomSampler, default_collate
 
 import midepoch
 from midepoch import MidepochError
 from midepoch.loader.loader import Loader
 from midepoch.order.keys import derive_key, derive_keys, extend_key, mix
 from midepoch.randomness import streams
-from midepoch.randomness.globals import GlobalGenerators
 from midepoch.randomness.streams import Streams
-from midepoch.reading.collating import draws_nothing
 from support import sources
 
 MASK = (1 << 64) - 1
@@ -64,15 +60,6 @@ def test_keys_are_pinned(words: tuple[int, ...], key: int) -> None:
     assert extend_key(derive_key(*words[:1]), *words[1:]) == key
 
 
-def test_many_keys_are_those_of_each() -> None:
-    for key in (0, derive_key(1, 5, 0), MASK):
-        positions = np.array([0, 1, 2, 1000, 2**40, 2**62])
-        each = [extend_key(key, int(position)) for position in positions]
-        assert derive_keys(key, positions).tolist() == each
-        assert positions.tolist() == [0, 1, 2, 1000, 2**40, 2**62]
-    assert len(set(derive_keys(7, np.arange(100_000)).tolist())) == 100_000
-
-
 FIRST_EPOCH = [
     [0.0, 0.5048652420649379, 0.26594357024604315, 0.15531247854232788],
     [1.0, 0.09629571713891649, 1.1564644976316916, 0.15668857097625732],
@@ -91,28 +78,6 @@ def test_sample_streams_are_pinned(batch_size: int, num_workers: int) -> None:
     with midepoch.wrap(loader, seed=5) as wrapped:
         assert sources.flat(sources.taken(wrapped)) == FIRST_EPOCH
         assert sources.flat(sources.taken(wrapped)) == SECOND_EPOCH
-
-
-class Initial(sources.Indices):
-    """Sample i is what torch's generators, the global one and its own, say that they were seeded with.
-
-    It draws from the global one, which would be at rest otherwise.
-    """
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.own = torch.Generator()
-
-    def __getitem__(self, index: int) -> Any:
-        torch.rand(())
-        return torch.initial_seed(), self.own.initial_seed()
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_torch_was_seeded_with_can_be_collated(num_workers: int) -> None:
-    with midepoch.wrap(DataLoader(Initial(64), 16, num_workers=num_workers), seed=5) as loader:
-        seeds = torch.cat([torch.stack(batch) for batch in loader], dim=1)
-    assert seeds.dtype == torch.int64 and len(set(seeds.flatten().tolist())) == 128
 
 
 @pytest.mark.parametrize("key", [0, 5, 1 << 63, (1 << 63) + 5, derive_key(5, 0, 12), MASK])
@@ -195,47 +160,10 @@ def caller_draws() -> list[Any]:
     ]  # fmt: skip
 
 
-SOURCES: dict[str, Callable[[], Any]] = {
-    "map": lambda: sources.noisy_loader(),
-    "map, workers": lambda: sources.noisy_loader(num_workers=1),
-    "map, batches": lambda: DataLoader(sources.Fetched(22), batch_size=4, collate_fn=sources.noisy_collate),
-    "listed": lambda: DataLoader(sources.Noisy(22), batch_size=4, sampler=sources.EverySecond(22)),
-    "driven": lambda: DataLoader(sources.Exposing(22), batch_size=4),
-    "stream": lambda: DataLoader(sources.Stream(22), batch_size=4),
-    "stream, worker": lambda: DataLoader(sources.Stream(22), batch_size=4, num_workers=1),
-    "generator function": lambda: sources.numbers,
-    "dataset": lambda: sources.Noisy(9),
-    "owning": lambda: DataLoader(Owning(), batch_size=2),
-}
-
-
 def seed_everything() -> None:
     random.seed(3)
     np.random.seed(3)
     torch.manual_seed(3)
-
-
-@pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
-def test_the_caller_s_generators_are_as_they_were(name: str) -> None:
-    """Whatever is done with a loader between the caller's draws, these are the same as without it."""
-    seed_everything()
-    expected = [caller_draws() for _ in range(6)]
-    seed_everything()
-    loader = midepoch.wrap(SOURCES[name](), seed=5)
-    got, batches = [caller_draws()], iter(loader)
-    for _ in range(2):
-        next(batches)
-        got.append(caller_draws())
-    loader.load_state_dict(loader.state_dict())
-    loader.peek()
-    loader.capabilities  # noqa: B018
-    got.append(caller_draws())
-    list(batches)
-    got.append(caller_draws())
-    loader.close()
-    got.append(caller_draws())
-    assert got == expected
 
 
 def test_an_error_in_a_sample_gives_the_generators_back(tmp_path: Path) -> None:
@@ -250,20 +178,6 @@ def test_an_error_in_a_sample_gives_the_generators_back(tmp_path: Path) -> None:
     assert caller_draws() == expected
     with pytest.raises(MidepochError, match="no sample is being read"):
         midepoch.sample_generator()
-
-
-def test_generators_shared_with_the_caller_are_as_they_were() -> None:
-    shared = np.random.default_rng(7)
-
-    class Sharing(sources.Indices):
-        def __getitem__(self, index: int) -> Any:
-            return shared.random()
-
-    expected = np.random.default_rng(7).random()
-    batches = midepoch.wrap(DataLoader(Sharing(8), batch_size=2), seed=5)
-    first = sources.taken(batches)
-    assert shared.random() == expected
-    assert sources.taken(midepoch.wrap(DataLoader(Sharing(8), batch_size=2), seed=5)) == first
 
 
 def test_without_streams_the_source_draws_from_the_caller() -> None:
@@ -288,20 +202,6 @@ def test_outside_of_a_sample_there_is_no_generator() -> None:
         sources.taken(midepoch.wrap(DataLoader(FromSampleGenerator(2), batch_size=None), seed=5))
     with pytest.raises(MidepochError, match="no sample is being read"):
         sources.taken(midepoch.wrap(DataLoader(FromSampleGenerator(2), batch_size=None), randomness="none"))
-
-
-def test_the_sample_generator_is_the_sample_s() -> None:
-    """The same on any batch size, world and number of workers; another in each epoch, and for each sample."""
-    loader = midepoch.wrap(DataLoader(FromSampleGenerator(12), batch_size=None), seed=5)
-    first, second = sources.taken(loader), sources.taken(loader)
-    assert len({sample[1] for sample in first + second}) == 24
-    for batch_size, num_workers, world_size in ((4, 0, 1), (3, 2, 1), (2, 0, 3)):
-        ranks = []
-        for rank in range(world_size):
-            split = DataLoader(FromSampleGenerator(12), batch_size=batch_size, num_workers=num_workers, collate_fn=list)
-            with midepoch.wrap(split, seed=5, world=midepoch.World(rank, world_size)) as wrapped:
-                ranks.append(sources.taken(wrapped))
-        assert [sample for step in zip(*ranks, strict=True) for batch in step for sample in batch] == first
 
 
 class Nested(sources.Indices):
@@ -330,41 +230,6 @@ def test_samples_may_read_loaders(num_workers: int) -> None:
 # --- generators that a dataset owns: test_generators.py has where they are found ---
 
 
-class Holder:
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-
-class Drawing(sources.Indices):
-    """Sample i is (i, two draws of some callable)."""
-
-    def __init__(self, draw: Callable[[], float], size: int = 12) -> None:
-        super().__init__(size)
-        self.draw = draw
-
-    def __getitem__(self, index: int) -> Any:
-        return index, self.draw(), self.draw()
-
-
-def _first_sample(kind: str) -> Any:
-    if kind == "set":
-        rngs: Any = {random.Random(1), random.Random(2), random.Random(3)}
-        draw = lambda: sum(sorted(rng.random() for rng in rngs))
-    else:
-        rngs = {Holder(number): np.random.default_rng(number) for number in range(3)}
-        draw = lambda: float(next(iter(rngs.values())).random())
-    return sources.taken(midepoch.wrap(DataLoader(Drawing(draw), batch_size=2, collate_fn=list), seed=5), 1)
-
-
-@pytest.mark.parametrize("kind", ["set", "objects as keys"])
-def test_an_owned_generator_has_one_stream_in_every_process(kind: str) -> None:
-    """Nothing in its name depends on addresses or on the order of a set."""
-    here, padding = _first_sample(kind), [object() for _ in range(1000)]
-    first, second = sources.in_processes(_first_sample, (kind,), (kind,))
-    assert here == first == second == _first_sample(kind)
-    assert padding
-
-
 def test_a_sampler_s_own_generator_is_left_as_it_was() -> None:
     generator = torch.Generator().manual_seed(8)
     before = generator.get_state()
@@ -391,67 +256,6 @@ def test_the_global_generators_draw_unlike_numbers() -> None:
 
 
 # --- what draws nothing needs no stream ---
-
-
-def every_state() -> list[Any]:
-    pair = np.random.get_state(legacy=False)
-    return [random.getstate(), json.dumps(pair, default=lambda x: x.tolist()), torch.get_rng_state().tolist()]
-
-
-@pytest.mark.parametrize("odd", [0, 1], ids=["paired", "half a pair of normal numbers"])
-@pytest.mark.parametrize("light", [True, False])
-def test_the_caller_gets_every_bit_back_and_a_draw_is_seen(light: bool, odd: int) -> None:
-    ours = GlobalGenerators(light)
-    for _ in range(odd):
-        random.gauss(0, 1), np.random.standard_normal(), torch.randn(1), torch.randn(1, dtype=torch.float64)
-    before = every_state()
-    for name, draw in sources.DRAWS.items():
-        if name == "sample_generator":  # draws from no generator of the process
-            continue
-        ours.take_over(())
-        assert ours.stamp() == ours.at
-        draw()
-        assert ours.stamp() != ours.at, name
-        ours.restore()
-        assert every_state() == before
-    expected = [random.gauss(0, 1), np.random.standard_normal(), torch.randn(1).item()]
-    random.setstate(before[0]), np.random.set_state(json.loads(before[1]))
-    torch.set_rng_state(torch.tensor(before[2], dtype=torch.uint8))
-    assert [random.gauss(0, 1), np.random.standard_normal(), torch.randn(1).item()] == expected
-
-
-class Seldom(sources.Indices):
-    """Draws for one sample in five, and fails by chance for another."""
-
-    reads = 0
-
-    def __getitem__(self, index: int) -> Any:
-        self.reads += 1
-        if index % 5 == 3:
-            return index, sources.DRAWS["random"](), np.random.rand(), torch.rand(1).item()
-        if index % 5 == 4:
-            for _ in range(3):
-                try:
-                    if midepoch.sample_generator().random() < 2:
-                        raise KeyError(index)
-                except KeyError:
-                    continue
-            return index, midepoch.sample_generator().random()
-        return index
-
-
-def seldom(num_workers: int = 0, batch_size: int = 3, world: midepoch.World | None = None) -> Loader:
-    source = DataLoader(Seldom(60), batch_size, shuffle=True, num_workers=num_workers, collate_fn=list)
-    return midepoch.wrap(source, seed=8, world=world)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_sample_that_draws_seldom_has_its_stream_anywhere(num_workers: int) -> None:
-    whole, make = sources.flat(sources.taken(seldom())), functools.partial(seldom, num_workers)
-    assert len({str(item) for item in whole}) == 60
-    assert sources.flat(sources.taken(seldom(num_workers, 4))) == whole
-    for cut in (1, 6, 12, 18):
-        assert sources.flat(sources.resumed(make, sources.heads(make, cut)[1])) == whole[3 * cut :]
 
 
 class Openly(sources.Indices):
@@ -513,40 +317,6 @@ def test_draws_that_leave_no_trace_are_told(name: str, num_workers: int) -> None
     assert not loader.capabilities.exact_order and not loader.capabilities.exact_augmentations
 
 
-@pytest.mark.parametrize("name", ["torch's, put back", "a seed from torch's"])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_at_rest_they_follow_from_the_seed_and_the_epoch(name: str, num_workers: int) -> None:
-    """From a process's second batch on."""
-
-    def epochs(noise: int) -> list[list[float]]:
-        torch.manual_seed(noise)
-        data = DataLoader(Openly(12, TRACELESS[name]), batch_size=2, num_workers=num_workers, collate_fn=list)
-        with midepoch.wrap(data, seed=1, verify="off") as loader:
-            return [sources.flat(sources.taken(loader)[max(1, num_workers) :]) for _ in range(2)]
-
-    first, second = epochs(1), epochs(2)
-    assert first == second and first[0] != first[1]
-    assert all(len(set(epoch)) == 1 for epoch in first)
-
-
-class InPlace(sources.Indices):
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.sums = torch.zeros(size)
-
-    def __getitem__(self, index: int) -> Any:
-        self.sums[index] += torch.rand(())
-        return self.sums[index].item()
-
-
-def test_a_dataset_that_draws_at_once_is_read_once() -> None:
-    def read(num_workers: int) -> list[Any]:
-        source: Any = DataLoader(InPlace(12), batch_size=2, num_workers=num_workers, collate_fn=list)
-        return sources.flat(sources.taken(midepoch.wrap(source, seed=1)))
-
-    assert read(0) == read(2)
-
-
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
 def test_an_interrupt_in_a_sample_that_has_drawn_is_not_lost(error: type[BaseException]) -> None:
     class Interrupted(sources.Indices):
@@ -558,84 +328,6 @@ def test_an_interrupt_in_a_sample_that_has_drawn_is_not_lost(error: type[BaseExc
 
     with pytest.raises(error):
         sources.taken(midepoch.wrap(DataLoader(Interrupted(8), batch_size=4), seed=1))
-
-
-class Box:
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-
-class Boxes(sources.Indices):
-    def __getitem__(self, index: int) -> Any:
-        if index == 9:
-            random.random()
-        return Box(index)
-
-
-def test_a_registered_collate_function_has_the_batch_s_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    def collate(batch: list[Box], *, collate_fn_map: Any = None) -> list[Any]:
-        return [(box.value, random.random()) for box in batch]
-
-    monkeypatch.setitem(default_collate_fn_map, Box, collate)
-
-    def make() -> Loader:
-        return midepoch.wrap(DataLoader(Boxes(40), batch_size=4), seed=1)
-
-    whole = sources.taken(make())
-    for cut in (1, 2, 5):
-        assert sources.resumed(make, sources.heads(make, cut)[1]) == whole[cut:]
-
-
-def test_what_dali_registers_with_torch_draws_nothing() -> None:
-    plugin = pytest.importorskip("nvidia.dali.plugin.pytorch", reason="needs the extra dali")
-    assert any(each.__module__.startswith(plugin.__name__) for each in default_collate_fn_map.values())
-    assert draws_nothing(default_collate)
-
-
-class ByKey(sources.Indices):
-    """Makes a generator for each kind of sample when the first of that kind is read."""
-
-    def __init__(self, size: int, keys: list[Any]) -> None:
-        super().__init__(size)
-        self.keys, self.made = keys, dict[Any, random.Random]()
-
-    def __getitem__(self, index: int) -> Any:
-        key = self.keys[index % len(self.keys)]
-        if key not in self.made:
-            self.made[key] = random.Random()
-        return index, self.made[key].random()
-
-
-class Aliased(sources.Indices):
-    """Takes a generator for its own when the first sample is read, so that two paths lead to it."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.part = types.SimpleNamespace(part=types.SimpleNamespace(generator=random.Random()))
-        self.generator: random.Random | None = None
-
-    def __getitem__(self, index: int) -> Any:
-        if self.generator is None:
-            self.generator = self.part.part.generator
-        return index, self.generator.random()
-
-
-KEYED: dict[str, Callable[[], Dataset[Any]]] = {
-    "by tuples": lambda: ByKey(40, [(32, 32), (64, 64), ("wide", None)]),
-    "by objects": lambda: ByKey(40, [frozenset({1}), frozenset({2}), frozenset({3})]),
-    "aliased": lambda: Aliased(40),
-}
-
-
-@pytest.mark.parametrize("kind", KEYED)
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_stream_does_not_tell_what_was_read_before(kind: str, num_workers: int) -> None:
-    def make() -> Loader:
-        return midepoch.wrap(DataLoader(KEYED[kind](), batch_size=4, num_workers=num_workers), seed=1)
-
-    whole = sources.taken(make())
-    for cut in (1, 2, 9):
-        assert sources.resumed(make, sources.heads(make, cut)[1]) == whole[cut:]
 
 
 # --- the real library ---

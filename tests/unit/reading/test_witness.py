@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import json
 import math
-import os
 import random
 import re
-import subprocess
-import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
@@ -22,14 +17,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset, SubsetRandomSampler
+from torch.utils.data import DataLoader, Dataset
 
 import midepoch
 from midepoch import MidepochWarning, StateCorruptError, StateMismatchError
 from midepoch.state.digest import checksum_of
 from midepoch.state.witness import LONGEST, SampleSummary, Witness, summary_of
 from support import silent_sources, sources, witness_sources
-from support.places import TESTS
 from support.witness_sources import SIZE, as_it_is, in_new_process, make, outcome
 
 PLACES = {"in mid-epoch": 3, "at the boundary": 8, "in a later epoch": 11}  # batches of 8 an epoch
@@ -103,116 +97,6 @@ def test_no_false_alarm(tmp_path: Path) -> None:
         assert not each["warnings"] or HARMLESS[name][2], (name, each)
 
 
-def test_a_text_that_names_the_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AS_HOST", "node-1")
-    state = saved(3, extra="host")
-    monkeypatch.setenv("AS_HOST", "a-node-with-quite-another-name")
-    with make(extra="host") as loader:
-        loader.load_state_dict(state)
-        with pytest.raises(StateMismatchError, match=r"another one than when the state was saved \(\['host'\]\)"):
-            next(iter(loader))
-    with make(extra="host", options={"verify": "warn"}) as loader:
-        loader.load_state_dict(state)
-        with pytest.warns(MidepochWarning, match=r"\(\['host'\]\)"):
-            assert len(list(loader)) == 5
-
-
-def test_resizing_and_growing_are_no_other_data() -> None:
-    loader = make(side=16)
-    list(loader)
-    with make(side=32) as resized:
-        resized.load_state_dict(loader.state_dict())
-        with pytest.warns(MidepochWarning, match="another one than when"):
-            assert len(list(resized)) == 8
-    loader.source.dataset.numbers.append(SIZE)  # the dataset grows between epochs
-    with make(size=SIZE + 1) as other, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        other.load_state_dict(loader.state_dict())
-        assert len(list(other)) == 9
-
-
-class Renewed(sources.Indices):
-    """Has other items in each epoch, and is told which it is."""
-
-    def __init__(self, epoch: int = 0) -> None:
-        super().__init__(SIZE)
-        self.epoch = epoch
-
-    def __getitem__(self, index: int) -> int:
-        return 1000 * self.epoch + index
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-
-@pytest.mark.parametrize("verify", ["sample", "warn", "strict"])
-def test_what_the_users_code_changes_between_epochs_is_told(verify: Any) -> None:
-    """With the reason why it may be right."""
-    loader = midepoch.wrap(DataLoader(Renewed(), 4), seed=1)
-    list(loader)
-    resumed = midepoch.wrap(DataLoader(Renewed(epoch=1), 4), seed=1, verify=verify)
-    resumed.load_state_dict(loader.state_dict())
-    reason = "if your code gives each epoch other data, nothing is wrong"
-    if verify == "strict":
-        with pytest.raises(StateMismatchError, match=reason):
-            next(iter(resumed))
-    else:
-        with pytest.warns(MidepochWarning, match=reason):
-            assert sources.flat(sources.taken(resumed)) == list(range(1000, 1000 + SIZE))
-
-
-INSIDE: dict[str, Callable[[Renewed], Any]] = {
-    "itself": lambda renewed: renewed,
-    "a subset": lambda renewed: Subset(renewed, range(SIZE)),
-    "concatenated": lambda renewed: ConcatDataset([Subset(renewed, range(8)), Subset(renewed, range(8, SIZE))]),
-    "stacked": lambda renewed: StackDataset(first=ConcatDataset([renewed])),
-}
-
-
-@pytest.mark.parametrize("inside", INSIDE)
-def test_a_curriculum_is_no_other_data(inside: str) -> None:
-    def made() -> tuple[Any, Renewed]:
-        renewed = Renewed()
-        return midepoch.wrap(DataLoader(INSIDE[inside](renewed), 4, shuffle=True), seed=1), renewed
-
-    def read(loader: Any, renewed: Renewed, epochs: int) -> list[Any]:
-        batches = []
-        for _ in range(epochs):
-            renewed.set_epoch(loader.epoch)
-            batches += [str(batch) for batch in loader]
-        return batches
-
-    whole, before, resumed = read(*made(), 3), made(), made()
-    read(*before, 1)
-    resumed[0].load_state_dict(before[0].state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert read(*resumed, 2) == whole[8:]
-
-
-def test_rows_that_are_not_looked_at_are_named() -> None:
-    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    assert summary_of(arrow.table({"number": list(range(64))})).unseen == ()
-    assert summary_of(arrow.table({"number": list(range(65))})).unseen == ("Table after its first 64 rows",)
-
-
-def test_samples_named_by_text_are_compared_within_their_epoch() -> None:
-    def made(change: int = 0) -> Any:
-        data = {f"sample {number}": number * 3 + change for number in range(SIZE)}
-        return midepoch.wrap(DataLoader(data, 4, sampler=SubsetRandomSampler(list(data))), seed=1)  # type: ignore
-
-    before = made()
-    batches = iter(before)
-    next(batches)
-    inside = before.state_dict()
-    list(batches)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(sources.resumed(made, inside)) == 7 and len(sources.resumed(made, before.state_dict())) == 8
-    with pytest.raises(StateMismatchError, match="another one"):
-        sources.resumed(functools.partial(made, 1), inside)
-
-
 # --- what looking at a sample may not do ------------------------------------------------------------------------------
 
 
@@ -271,20 +155,6 @@ def test_a_sample_that_works_when_it_is_asked_is_not_looked_at(once: bool) -> No
     check_cuts(make_loader, 2, 4, 6)
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_sample_is_looked_at_before_others_change_it() -> None:
-    def make_loader() -> Any:
-        shared: dict[str, int] = {}
-
-        def sample(index: int) -> Any:
-            shared["index"] = index
-            return {"x": float(index), "shared": shared}
-
-        return midepoch.wrap(DataLoader(Made(sample), 4, shuffle=True, collate_fn=values_of), seed=3)
-
-    check_cuts(make_loader, 2, 4, 6)
-
-
 @pytest.mark.parametrize("options", [{"batch_size": 1, "collate_fn": lambda samples: samples[0]}, {"batch_size": None}])
 def test_a_buffer_that_each_read_fills_is_given_as_it_was_read(options: dict[str, Any]) -> None:
     def make_loader() -> Any:
@@ -294,52 +164,6 @@ def test_a_buffer_that_each_read_fills_is_given_as_it_was_read(options: dict[str
         )
 
     check_cuts(make_loader, 5, 16, 20)
-
-
-@pytest.mark.filterwarnings("ignore:two reads of sample")
-def test_parts_that_vary_are_left_out_beside_lists() -> None:
-    """Of other lengths from sample to sample."""
-    first = -1
-
-    def make_loader() -> Any:
-        def sample(index: int) -> Any:
-            boxes = [float(number) for number in range(1 + index % 5)]
-            return {"boxes": boxes, "x": index, "noise": os.urandom(2 if index == first else 200)}
-
-        return midepoch.wrap(DataLoader(Made(sample), 4, shuffle=True, collate_fn=values_of), seed=3)
-
-    first = int(make_loader().peek()[0])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        check_cuts(make_loader, 2, 6)
-    assert {str(each.message).split("differ in")[1][:11] for each in caught} == {" ['noise'],"}
-
-
-class OfType(sources.EverySecond):
-    """A list of indices of a type."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(16)
-        self.kind = kind
-
-    def __iter__(self) -> Iterator[Any]:
-        indices = np.array(list(super().__iter__()))
-        return iter(torch.from_numpy(indices) if self.kind == "torch" else indices.astype(self.kind))
-
-
-@pytest.mark.parametrize("kind", ["int64", "int32", "torch"])
-def test_indices_of_other_types_are_compared_at_a_boundary(kind: str) -> None:
-    def make_loader(change: int = 0) -> Any:
-        dataset = Made(lambda index: {"x": int(index) ^ change, "index": index})
-        return midepoch.wrap(DataLoader(dataset, 4, sampler=OfType(kind), collate_fn=values_of), seed=3)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_cuts(make_loader, 2, 4, 6)
-    saved = make_loader()
-    list(saved)
-    with pytest.warns(MidepochWarning, match="another one"):
-        sources.resumed(functools.partial(make_loader, 1), saved.state_dict())
 
 
 # --- what it costs, and what is in the state --------------------------------------------------------------------------
@@ -481,26 +305,6 @@ def test_a_dataset_that_keeps_what_it_has_read_is_no_false_alarm() -> None:
     assert len(list(loader)) == 8 and loader.capabilities.exact_augmentations
 
 
-def test_a_copy_of_a_loader_says_what_its_own_passes_found() -> None:
-    loader = midepoch.wrap(DataLoader(silent_sources.Entropy(), 4, collate_fn=as_it_is), seed=1)
-    twin = copy.copy(loader)
-    with pytest.warns(MidepochWarning, match="two reads of sample 0 differ"):
-        next(iter(twin))
-    assert not twin.capabilities.exact_augmentations and loader.capabilities.exact_augmentations
-
-
-def test_nothing_is_looked_at_where_ranks_have_their_own_data() -> None:
-    loader = make(options={"shard": False})
-    list(loader)
-    assert len(loader.source.dataset.reads) == SIZE and loader.state_dict()["witness"] == ""
-
-
-def test_types_that_cannot_be_compared_are_named() -> None:
-    loader = make(extra="object")
-    next(iter(loader))
-    assert "Nothing" in loader.capabilities.exact_order.reason
-
-
 # --- looks ------------------------------------------------------------------------------------------------------------
 
 
@@ -599,12 +403,6 @@ def test_parts_that_vary_are_left_out_with_what_they_hold() -> None:
     assert not witness.differs(look(5, 7)) and not witness.has_other_bits(look(5, 7))
 
 
-def test_where_many_parts_vary_all_is_left_out() -> None:
-    looks = [summary_of({"label": read, **{str(key): read for key in range(6)}}) for read in range(3)]
-    witness = Witness.of(0, 0, looks[0], frozenset(looks[0].differing(looks[1])))
-    assert len(witness.left_out) == 1 and not witness.differs(looks[2]) and not witness.has_other_bits(looks[2])
-
-
 def agree_on(device: str) -> None:
     """Fail unless a device's tensors are seen as those of the CPU are, and told apart."""
     for each in (torch.arange(9.0), torch.arange(9.0).bfloat16(), torch.arange(6).reshape(2, 3)):
@@ -618,14 +416,6 @@ def agree_on(device: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_content_on_a_gpu_is_seen() -> None:
     agree_on("cuda")
-
-
-def test_content_on_a_device_is_seen() -> None:
-    """That of torch's lazy tensors, which compute on any machine."""
-    pytest.importorskip("torch._lazy.ts_backend", reason="this torch has no lazy tensors")
-    code = "import sys; sys.path.append(sys.argv[1])\n"
-    code += "import torch._lazy.ts_backend as lazy, test_witness; lazy.init(); test_witness.agree_on('lazy')"
-    subprocess.run([sys.executable, "-c", code, str(TESTS)], check=True, cwd=Path(__file__).parent)
 
 
 def test_a_look_is_pinned() -> None:

@@ -81,7 +81,7 @@ SIZES = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_sixty_lines_say_what_comes_next(data: st.DataObject) -> None:
     size, shuffle = data.draw(SIZES), data.draw(st.booleans())
@@ -206,7 +206,7 @@ def as_written(text: str, size: int, seed: int, epoch: int, position: int) -> in
     return int(slots[slot] * block + position - starts[slot])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_other_orders_are_as_written(data: st.DataObject) -> None:
     size, seed = data.draw(st.integers(1, 200)), data.draw(st.integers(0, 2**64 - 1))

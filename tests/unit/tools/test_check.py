@@ -23,14 +23,11 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Tens
 import midepoch
 import midepoch.adapters.dataloader
 from midepoch import adapters
-from midepoch.testing import diagnosis, items
+from midepoch.testing import diagnosis
 from midepoch.testing.diagnosis import entropy
-from midepoch.testing.naming import Naming
-from midepoch.testing.pictures import Picture
 from midepoch.testing.record import Settings
-from midepoch.testing.subjects import ByCount, Imported, Side, Subject, recognise
+from midepoch.testing.subjects import ByCount, Side, Subject, recognise
 from midepoch.tools import check as checking
-from midepoch.tools import shown
 from midepoch.tools.cli import main
 from support import check_sources, forking
 
@@ -140,11 +137,6 @@ SAID: dict[str, tuple[str, int, tuple[str, ...]]] = {
         "two of 22 in batches of four, and what does not divide by the ranks, are not lost", 0,
         ("Laws and trials: 2 hold.", "continued on 2 ranks .* exact", "continued with batches of 5 .* exact"),
     ),
-    "mixing --quick --epochs=1 --laws=tail,partition,topology": (
-        "samples that then= mixes have no name, and are compared by batches", 0,
-        ("^It continues exactly where it was cut", r"2 do not apply \(partition, topology\)",
-         r"rest of an epoch that was cut +\d+ of 22 samples lost, \d+ twice +exact"),
-    ),
     "built_for_its_rank --quick --epochs=1 --laws=reshard": (
         "a loader that is built for its rank refuses to change it", 0, (r"1 refused clearly \(reshard\)",),
     ),
@@ -157,11 +149,6 @@ SAID: dict[str, tuple[str, int, tuple[str, ...]]] = {
         "an error of the dataset", 1,
         ("OSError while iterating, pass 0: seven is damaged", "first seen +epoch 0, batch 1",
          rf"raised at +{SOURCE}raise OSError"),
-    ),
-    "streamed --quick --epochs=1 --laws=tail,cost": (
-        "a generator function", 0,
-        ("^It continues exactly", r"Laws and trials: 1 hold; 1 not promised \(cost\).",
-         "its state .* bytes, what was read is read again"),
     ),
     "once": ("what cannot be wrapped", 1, ("^midepoch.wrap refuses it: ",)),
     "alone --seconds=0.001 --epochs=1": (
@@ -176,11 +163,6 @@ SAID: dict[str, tuple[str, int, tuple[str, ...]]] = {
     ),
     "entropic --laws=tail --trials=0 --epochs=1 --world-sizes=1 --quick --lenient": (
         "it passes where that is asked for", 0, ("^It does not continue exactly, and says so",),
-    ),
-    "noisy --quick --laws=tail --epochs=1 --world-sizes=1 --trials=0": (
-        "samples with other noise are not lost", 0,
-        (r"rest of an epoch that was cut +\d+ of 24 samples not the same +exact",
-         "the epoch after it +24 of 24 samples not the same +exact"),
     ),
 }  # fmt: skip
 """Source and options -> what that shows, the exit status, what is told."""
@@ -260,14 +242,6 @@ def test_a_script_is_enough(tmp_path: Path) -> None:
     assert done.returncode == 2 and "write a function make_loader() in it" in done.stderr
 
 
-def test_an_object_is_made_anew_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "made_anew.py").write_text("batches = [1, 2]\n")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    make = Imported("made_anew", str(tmp_path), "batches")
-    make().append(3)
-    assert make() == [1, 2]
-
-
 def test_counting_is_what_programs_do() -> None:
     """Begin anew, skip, and tell the sampler its epoch."""
     data = TensorDataset(torch.arange(8))
@@ -306,15 +280,6 @@ def test_of_a_long_dataloader_the_first_samples_are_examined(shuffle: bool) -> N
         batches = list(Subject(make, side, nature.derived, nature.samples)(num_workers=0, batch_size=5))
         assert len(batches) == 17 and sorted(torch.cat(batches).tolist()) == list(range(83))
         assert (torch.cat(batches).tolist() != list(range(83))) is shuffle
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"sampler": list(range(1003))}, {"batch_size": 26}, {"batch_size": None}, {"batch_sampler": [[1], [2]] * 300}],
-)
-def test_a_short_dataloader_is_examined_whole(options: dict[str, Any]) -> None:
-    options = {**({} if "batch_sampler" in options else {"batch_size": 4}), **options}
-    assert recognise(Settings(lambda: DataLoader(range(1003), **options)), {}).samples == 0  # type: ignore[arg-type]
 
 
 def draw_seeded() -> Any:
@@ -362,50 +327,6 @@ def test_the_page_says_what_was_found(pages: tuple[Path, Path]) -> None:
     assert "epoch 0, 1 rank before and 1 rank after: 3 cuts: at worst 4 lost" in bad
     assert re.search(r"cut after 1 batches of each rank: 24 samples: 4 lost \(\d+, \d+, \d+, \d+\), 0 repeated", bad)
     assert re.search("rank 1, after +█+", good)
-
-
-def test_lost_samples_are_named_if_a_person_can_read_their_names() -> None:
-    for names, told in (((5, 6, 7), "1 lost (7)"), (tuple(map(items.digest, (5, 6, 7))), "1 lost, ")):
-        picture = Picture(0, 1, (1, 1), names, (names[:1],), (names[1:2],))
-        assert any(told in str(line) for line in shown._drawing([picture]))
-
-
-def test_what_a_trial_finds_is_named_before_anything_else(tmp_path: Path) -> None:
-    """And what each promise rests on is said. Without time there are no trials."""
-    page = tmp_path / "page.html"
-    arguments = ("--quick", "--laws=tail,honesty", "--epochs=1", "--verbose")
-    done = check("check_sources:promising", *arguments, f"--report={page}")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stdout.splitlines()[1].startswith("It does not repeat itself")
-    assert re.search(r"got +two reads of sample (5|12|19) differ", done.stdout)
-    assert re.search(r"drawn at +check_sources.py:\d+: return int.from_bytes\(os.urandom\(6\)\)", done.stdout)
-    assert done.stdout.index("two reads of sample") < done.stdout.index("the law 'tail' is broken")
-    assert re.search(r"same data +proved at each resume", done.stdout)
-    assert re.search(r"exact_order +not kept +samples: two reads of sample (5|12|19) differ in the sample", done.stdout)
-    assert re.search(r"constant_time_resume +believed ", done.stdout)
-    assert text_of(page).index("two reads of sample") < text_of(page).index("rests on")
-    without = check("check_sources:promising", "--quick", "--epochs=1", "--laws=honesty", "--trials=0").stdout
-    assert "two reads of sample" not in without and "believed" not in without
-
-
-@pytest.mark.parametrize("kind", check_sources.KINDS)
-def test_content_of_every_layout_is_told_apart(kind: str) -> None:
-    of, row = check_sources.KINDS[kind], torch.arange(4.0)
-    assert items.digest(of(row)) == items.digest(of(row.clone()))
-    assert items.digest(of(row)) != items.digest(of(row + torch.tensor([0.0, 1.0, 0.0, 0.0])))
-    names = Naming()(of(row))
-    assert len(set(names)) == len(names)
-    same_integers = torch.quantize_per_tensor(row * 2, 0.2, 0, torch.quint8)
-    assert kind != "quantized" or items.digest(of(row)) != items.digest(same_integers)
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [("midepoch ch", "check"), ("midepoch ins", "inspect"), ("midepoch check --wor", "--world-sizes")],
-)
-def test_a_shell_completes_commands_and_options(line: str, expected: str) -> None:
-    words = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "_MIDEPOCH_COMPLETE": "complete_bash"}
-    assert forking.run(["-m", "midepoch"], env=os.environ | words).stdout.split() == [expected]
 
 
 @pytest.mark.parametrize(
