@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader, DistributedSampler, WeightedRandomSampler
