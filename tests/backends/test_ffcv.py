@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import itertools
 import json
 import os
 import pkgutil
@@ -647,3 +648,32 @@ def test_a_whole_array_is_drawn_on_one_thread() -> None:
         numba.set_num_threads(before)
     assert len(np.unique(drawn[0])) > 190_000
     assert all(np.array_equal(drawn[0], each) for each in drawn[1:])
+
+
+@pytest.mark.parametrize("fault", ["short", "eio", "cut"])
+def test_pages_are_read_whole_or_not_at_all(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FFCV's own threads take what a reading gave for the page, and samples were silently wrong."""
+    source = sources.shared("plain", "pages", "random", False, os_cache=False)
+    whole, got, calls, real = read(midepoch.wrap(source, seed=1)), list[Any](), itertools.count(1), os.preadv
+
+    def preadv(file: int, buffers: list[memoryview], at: int) -> int:
+        number = next(calls)
+        if fault == "eio" and number == 6:
+            raise OSError(5, "Input/output error")
+        if fault == "cut" and number == 6:
+            return 0
+        half = buffers[0][: 1 + len(buffers[0]) // 2]
+        return real(file, [half] if fault == "short" else buffers, at)
+
+    batches = iter(midepoch.wrap(source, seed=1))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", preadv)
+        if fault == "short":
+            got += read(batches)
+            assert next(calls) > 20
+        else:
+            with pytest.raises(SourceError, match=r"could not be read at byte|was cut off while it was read"):
+                for batch in batches:
+                    got.append(tuple(part.clone() for part in batch))
+            assert same(got, whole[: len(got)]) and len(got) < len(whole)
+    assert same(got + read(batches), whole), "the next one is the one that was not given"

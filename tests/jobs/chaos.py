@@ -26,7 +26,7 @@ import time
 import traceback
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,14 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "2")  # a process that has imported n
 os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader
 
 import midepoch
+from support import jobs, sources
 
 SIZE, GLOBAL_BATCH, EPOCHS, EVERY = 480, 12, 3, 3
 STEPS = SIZE // GLOBAL_BATCH * EPOCHS
@@ -85,42 +87,16 @@ class Backend:
     compiled: bool = False
 
 
-def drawn(number: int) -> torch.Tensor:
-    return torch.tensor([number, random.random(), np.random.rand(), float(torch.rand(()))], dtype=torch.float64)
-
-
-class Noisy(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return drawn(index)
-
-
-class Exposing(IterableDataset[torch.Tensor]):
-    """Shows its sampler, and draws for each sample."""
-
-    def __init__(self) -> None:
-        self.sampler = RandomSampler(range(SIZE))
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        self.sampler_iterator = iter(self.sampler)
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        return drawn(next(self.sampler_iterator))
-
-
 def of_rows(batch: torch.Tensor) -> Samples:
     return rows(batch[:, 0], batch)
 
 
 def dataloader(folder: Path, batch: int, world_size: int, workers: int) -> Any:
-    return DataLoader(Noisy(), batch, shuffle=True, num_workers=workers)
+    return DataLoader(sources.Noisy(SIZE), batch, shuffle=True, num_workers=workers)
 
 
 def iterable(folder: Path, batch: int, world_size: int, workers: int) -> Any:
-    return DataLoader(Exposing(), batch, num_workers=workers)
+    return DataLoader(sources.Exposing(SIZE), batch, num_workers=workers)
 
 
 def stateful(folder: Path, batch: int, world_size: int, workers: int) -> Any:
@@ -141,18 +117,14 @@ def write_shards(folder: Path) -> None:
 
 
 def shard_sample(sample: dict[str, Any]) -> torch.Tensor:
-    return drawn(int(sample["cls"]))
-
-
-def stack(samples: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(list(samples))
+    return torch.tensor([int(sample["cls"]), random.random()], dtype=torch.float64)
 
 
 def webdataset(folder: Path, batch: int, world_size: int, workers: int) -> Any:
     import webdataset as wds
 
     dataset = wds.WebDataset(str(folder / "{0..5}.tar"), shardshuffle=6).shuffle(100).map(shard_sample)
-    return wds.WebLoader(dataset.batched(batch, collation_fn=stack), batch_size=None, num_workers=workers)
+    return wds.WebLoader(dataset.batched(batch, collation_fn=torch.stack), batch_size=None, num_workers=workers)
 
 
 def write_mds(folder: Path) -> None:
@@ -179,10 +151,6 @@ def streaming(folder: Path, batch: int, world_size: int, workers: int) -> Any:
     return StreamingDataLoader(dataset, batch_size=batch, num_workers=workers)
 
 
-def of_numbers(batch: Any) -> Samples:
-    return rows(batch["number"], batch["value"])
-
-
 def write_pictures(folder: Path) -> None:
     from PIL import Image
 
@@ -191,38 +159,27 @@ def write_pictures(folder: Path) -> None:
         Image.fromarray(generator.integers(0, 255, (24, 24, 3), np.uint8)).save(folder / f"{number:03}.jpg")
 
 
-def dali_iterator(folder: Path, batch: int, world_size: int, native: bool) -> Any:
+def dali_iterator(folder: Path, batch: int, world_size: int, workers: int, native: bool = False) -> Any:
     from nvidia.dali import fn, pipeline_def
     from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
     from midepoch.adapters import dali
 
-    paths = [str(folder / f"{number:03}.jpg") for number in range(SIZE)]
-    rank = midepoch.World.current().rank
+    files: dict[str, Any] = {"files": [str(folder / f"{number:03}.jpg") for number in range(SIZE)]}
+    files, rank = {**files, "labels": list(range(SIZE)), "random_shuffle": True}, midepoch.World.current().rank
 
     @pipeline_def(batch_size=batch, num_threads=1, device_id=None, seed=12)
     def pipeline() -> Any:
         if native:
-            encoded, number = fn.readers.file(
-                files=paths, labels=list(range(SIZE)), random_shuffle=True, name="Reader", shard_id=rank,
-                num_shards=world_size,
-            )  # fmt: skip
+            encoded, number = fn.readers.file(**files, name="Reader", shard_id=rank, num_shards=world_size)
             return fn.crop_mirror_normalize(fn.decoders.image(encoded), mirror=fn.random.coin_flip()), number
-        encoded, number = dali.readers.file(files=paths, labels=list(range(SIZE)), random_shuffle=True)
+        encoded, number = dali.readers.file(**files)
         images = fn.decoders.image_slice(encoded, *dali.random.crop_window(encoded), axis_names="HW")
         images = fn.resize(images, resize_x=12, resize_y=12)
         return fn.crop_mirror_normalize(images, mirror=dali.random.coin_flip()), number
 
     reader = {"reader_name": "Reader"} if native else {}
     return DALIGenericIterator([pipeline()], ["data", "number"], **reader)
-
-
-def dali_sampled(folder: Path, batch: int, world_size: int, workers: int) -> Any:
-    return dali_iterator(folder, batch, world_size, native=False)
-
-
-def dali_native(folder: Path, batch: int, world_size: int, workers: int) -> Any:
-    return dali_iterator(folder, batch, world_size, native=True)
 
 
 def of_dali(batch: Any) -> Samples:
@@ -250,20 +207,18 @@ def ffcv(folder: Path, batch: int, world_size: int, workers: int) -> Any:
     )  # fmt: skip
 
 
-def of_pairs(batch: Any) -> Samples:
-    return rows(batch[1], batch[0])
-
-
 BACKENDS = {
     "dataloader": Backend(dataloader, of_rows),
     "iterable": Backend(iterable, of_rows),
     "stateful": Backend(stateful, lambda batch: rows(batch, batch), worlds=(2,), workers=(1,), seed=None),
     "webdataset": Backend(webdataset, of_rows, write_shards),
-    "streaming": Backend(streaming, of_numbers, write_mds, seed=None),
-    "dali": Backend(dali_sampled, of_dali, write_pictures, workers=(0,)),
-    "dali-native": Backend(dali_native, of_dali, write_pictures, worlds=(2,), workers=(0,), seed=None),
-    "ffcv": Backend(ffcv, of_pairs, write_beton, workers=(0,), compiled=True),
-}
+    "streaming": Backend(streaming, lambda batch: rows(batch["number"], batch["value"]), write_mds, seed=None),
+    "dali": Backend(dali_iterator, of_dali, write_pictures, workers=(0,)),
+    "dali-native": Backend(
+        functools.partial(dali_iterator, native=True), of_dali, write_pictures, worlds=(2,), workers=(0,), seed=None
+    ),
+    "ffcv": Backend(ffcv, lambda batch: rows(batch[1], batch[0]), write_beton, workers=(0,), compiled=True),
+}  # fmt: skip
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -320,7 +275,7 @@ def train(backend: Backend, data: Path, folder: Path, workers: int, board: Board
     distributed = "WORLD_SIZE" in os.environ
     if distributed:
         torch.distributed.init_process_group("gloo")
-    log = os.open(folder / f"log-{time.time_ns()}-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
+    log = folder / f"log-{time.time_ns()}-{os.getpid()}"
     board.tell(rank, "building")
     source = backend.source(data, GLOBAL_BATCH // world.world_size, world.world_size, workers)
     loader = midepoch.wrap(source, seed=backend.seed)
@@ -334,14 +289,13 @@ def train(backend: Backend, data: Path, folder: Path, workers: int, board: Board
                 step = snapshot.steps + 1
                 board.tell(rank, "in a batch", step)
                 samples = backend.samples(batch)
-                line = {"step": step, "rank": rank, "ranks": world.world_size, "samples": samples}
-                os.write(log, (json.dumps(line) + "\n").encode())
+                jobs.note(log, {"step": step, "rank": rank, "ranks": world.world_size, "samples": samples})
                 time.sleep(0.003)
                 model.learn(samples, step)
                 board.tell(rank, "saving" if step % EVERY == 0 else "between batches", step)
                 snapshot.step()
                 board.tell(rank, "between batches", step)
-        os.write(log, (json.dumps({"total": int(model.total), "steps": snapshot.steps}) + "\n").encode())
+        jobs.note(log, {"total": int(model.total), "steps": snapshot.steps})
     except SystemExit:
         # Torchrun's processes just end. A function that returns waits for what the agent says, and no signal ends that.
         os._exit(0 if not distributed else 3)
@@ -385,38 +339,29 @@ _SECONDS = {"starting": 0.1, "building": 0.1, "loading": 0.01, "in a batch": 0.0
             "saving": 0.006}  # fmt: skip
 
 
-def children(pid: int) -> list[int]:
-    with contextlib.suppress(OSError):
-        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
-
-
 def hit(fault: str, agent: int, rank: int, generator: random.Random) -> str:
     """Returns what was done in truth: a rank without workers is killed itself."""
-    kill = contextlib.suppress(ProcessLookupError)
-    if fault == "SIGKILL to a worker of a loader":
-        workers = children(rank)
-        if not workers:
-            fault = "SIGKILL to a rank"
-        else:
-            with kill:
-                os.kill(generator.choice(workers), signal.SIGKILL)
-    with kill:
-        if fault == "SIGKILL to a rank":
-            os.kill(rank, signal.SIGKILL)
-        elif fault == "SIGTERM to a rank":
-            os.kill(rank, signal.SIGTERM)
-        elif fault == "SIGSTOP, then SIGKILL to a rank":
-            os.kill(rank, signal.SIGSTOP)
+    workers: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        workers = psutil.Process(rank).children()
+    if fault == "SIGKILL to a worker of a loader" and not workers:
+        fault = "SIGKILL to a rank"
+    worker = generator.choice(workers).pid if workers else rank
+    first: dict[str, tuple[int, int]] = {
+        "SIGKILL to a rank": (rank, signal.SIGKILL), "SIGTERM to a rank": (rank, signal.SIGTERM),
+        "SIGSTOP, then SIGKILL to a rank": (rank, signal.SIGSTOP),
+        "SIGKILL to a worker of a loader": (worker, signal.SIGKILL),
+        "SIGKILL to the agent, later to its ranks": (agent, signal.SIGKILL),
+        "SIGTERM to the agent": (agent, signal.SIGTERM),
+    }  # fmt: skip
+    with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+        if fault in first:
+            os.kill(*first[fault])
+        if "later" in fault or "then" in fault:
             time.sleep(generator.uniform(0, 0.2))
+        if "then" in fault:
             os.kill(rank, signal.SIGKILL)
-        elif fault == "SIGKILL to the agent, later to its ranks":
-            os.kill(agent, signal.SIGKILL)
-            time.sleep(generator.uniform(0, 0.1))
-            os.killpg(agent, signal.SIGKILL)
-        elif fault == "SIGTERM to the agent":
-            os.kill(agent, signal.SIGTERM)
-        elif fault == "SIGKILL to the machine":
+        elif "later" in fault or "machine" in fault:
             os.killpg(agent, signal.SIGKILL)
     return fault
 
@@ -430,11 +375,7 @@ class Wrong(AssertionError):  # noqa: N818  # a verdict
 
 @dataclass
 class Tally:
-    """What happened.
-
-    Attributes:
-        deaf: agents that lost a SIGTERM and were killed later, as schedulers do it.
-    """
+    """What happened. `deaf`: agents that lost a SIGTERM and were killed later, as schedulers do it."""
 
     faults: Counter[str] = field(default_factory=Counter)
     parts: Counter[str] = field(default_factory=Counter)
@@ -587,8 +528,7 @@ class Chaos:
         total: int | None = None
         made: Counter[tuple[int, int, int]] = Counter()
         for path in sorted(folder.glob("log-*"), key=lambda path: int(path.name.split("-")[1])):
-            for line in path.read_text().splitlines():
-                event = json.loads(line)
+            for event in jobs.noted(path):
                 if "total" in event:
                     if total not in (None, event["total"]) or event["steps"] != STEPS:
                         raise Wrong(f"ranks end with {total} and {event}")

@@ -14,6 +14,7 @@ from support.places import TESTS
 
 JOB = Path(__file__).with_name("changed_data_job.py")
 WORKERS = (0, False), (2, False), (2, True)
+CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 
 
 def done(tasks: list[Any], hash_seed: int) -> list[dict[str, Any]]:
@@ -32,10 +33,12 @@ def test_changed_data_resume_exactly_or_say_that_they_do_not() -> None:
     tasks = [[name, workers, kept, 1, None, 0] for name in ROWS for workers, kept in WORKERS]
     resumes: list[Any] = []
     before: list[Any] = []
-    for (name, workers, kept, *_), whole in zip(tasks, done(tasks, 1), strict=True):
+    for number, ((name, workers, kept, *_), whole) in enumerate(zip(tasks, done(tasks, 1), strict=True)):
         assert not whole["refused"], (name, workers, kept, whole["refused"])
         assert len(whole["states"]) == 4
-        for cut, (state, step, batches, told) in whole["states"].items():
+        for at, (cut, (state, step, batches, told)) in enumerate(whole["states"].items()):
+            if not CHAOS and (number + at) % 2:
+                continue  # every second cut of each row and number of workers
             resumes.append([name, workers, kept, 2, state, step])
             before.append((cut, told, whole["batches"][batches:]))
     wrong: list[Any] = []

@@ -10,23 +10,21 @@ import multiprocessing.resource_sharer
 import os
 import random
 import shutil
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch import Snapshot, SnapshotError, SourceError
 from support import fault_sources as faults
-from support.places import TESTS
+from support import forking, jobs
 
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 HERE = Path(__file__).parent
@@ -64,42 +62,37 @@ def model(value: float = 0.0) -> torch.nn.Module:
 # --- disks ---
 
 
+CURES = {"full": r"has room \(0 MiB are free\)", "read-only": "let this process write to .*/disk, or"}
+REFUSE: dict[str, Callable[[Path], None]] = {"full": faults.fill, "read-only": faults.read_only}
+
+
 @faults.AS_ROOT
-@pytest.mark.parametrize("why", ["full", "read-only"])
+@pytest.mark.parametrize("why", REFUSE)
 def test_a_snapshot_on_a_disk_that_takes_no_more(why: str, tmp_path: Path) -> None:
     with faults.disk(tmp_path / "disk", "300k") as disk:
-        with Snapshot(disk / "snapshot.pt", model=model(1), signals=()) as snapshot:
-            snapshot.steps = 1
+        path = disk / "snapshot.pt"
+        with Snapshot(path, model=model(1), signals=()) as snapshot:
             snapshot.save()
-        if why == "full":
-            faults.fill(disk)
-        else:
-            faults.read_only(disk)
-        before = (disk / "snapshot.pt").read_bytes()
-        with Snapshot(disk / "snapshot.pt", model=model(2), signals=()) as snapshot:
+        REFUSE[why](disk)
+        before = path.read_bytes()
+        with Snapshot(path, model=model(2), signals=()) as snapshot:
             assert snapshot.load()
-            cure = {"full": r"has room \(0 MiB are free\)", "read-only": "let this process write to .*/disk, or"}[why]
-            with pytest.raises(SnapshotError, match=rf"the previous snapshot is unchanged: .*; .*{cure}"):
+            with pytest.raises(SnapshotError, match=rf"the previous snapshot is unchanged: .*; .*{CURES[why]}"):
                 snapshot.save()
-            assert (disk / "snapshot.pt").read_bytes() == before
-            assert not list(disk.glob("*.draft"))
+            assert path.read_bytes() == before and not list(disk.glob("*.draft"))
             faults.read_only(disk, False)
             (disk / "filler").unlink(missing_ok=True)
             snapshot.save()  # when there is room again, the same run goes on
 
 
 @faults.AS_ROOT
-@pytest.mark.parametrize("why", ["full", "read-only"])
+@pytest.mark.parametrize("why", REFUSE)
 def test_indexes_on_a_disk_that_takes_no_more(why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     urls = shards(tmp_path / "shards")
     whole = list(indexed(urls))
     with faults.disk(tmp_path / "disk", "300k") as disk:
         kept = list(indexed(urls[:2], index_cache=disk))
-        assert len(list(disk.glob("*/*.index"))) == 2
-        if why == "full":
-            faults.fill(disk)
-        else:
-            faults.read_only(disk)
+        REFUSE[why](disk)
         caplog.clear()
         assert list(indexed(urls, index_cache=disk)) == whole
         told = [each.getMessage() for each in caplog.records if each.name == "midepoch.webdataset"]
@@ -112,36 +105,28 @@ def test_indexes_on_a_disk_that_takes_no_more(why: str, tmp_path: Path, caplog: 
 # --- reads of local files ---
 
 
-def prepare_webdataset(folder: Path) -> None:
-    shards(folder / "data", (9, 0, 14, 7, 11), size=40000)
+def prepare(source: str, folder: Path) -> None:
+    """What a source reads, below a folder."""
+    data = folder / "data"
+    if source == "streaming":
+        import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvision
 
+        pytest.importorskip("streaming", reason="mosaicml-streaming is not installed")
+        from support import streaming_sources
 
-def prepare_compressed(folder: Path) -> None:
-    from support import webdataset_sources
+        shutil.copytree(streaming_sources.written(40), data)
+    elif source.startswith("webdataset"):
+        urls = shards(data, (9, 3, 14, 7, 11), size=40000)
+        if source == "webdataset streamed":
+            from support import webdataset_sources
 
-    for url in webdataset_sources.compress(shards(folder / "data", (9, 3, 14, 7, 11), size=40000)):
-        Path(url.removesuffix(".gz")).unlink()
-
-
-def prepare_ffcv(folder: Path) -> None:
-    # Not ffcv itself, which would start numba with another number of threads.
-    ffcv_sources = pytest.importorskip("support.ffcv_sources", reason="ffcv is not installed")
-
-    (folder / "data").mkdir()
-    shutil.copy(ffcv_sources.file("pages"), folder / "data" / "raw.beton")
-
-
-def prepare_streaming(folder: Path) -> None:
-    import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvision
-
-    pytest.importorskip("streaming", reason="mosaicml-streaming is not installed")
-    from support import streaming_sources
-
-    shutil.copytree(streaming_sources.written(40), folder / "data")
-
-
-def prepare_snapshot(folder: Path) -> None:
-    (folder / "data").mkdir()
+            for url in webdataset_sources.compress(urls):
+                Path(url.removesuffix(".gz")).unlink()
+    else:
+        data.mkdir()
+        if source == "ffcv":  # not ffcv itself, which would start numba with another number of threads
+            ffcv_sources = pytest.importorskip("support.ffcv_sources", reason="ffcv is not installed")
+            shutil.copy(ffcv_sources.file("pages"), data / "raw.beton")
 
 
 # Errors of a data set's own code reach the user as they are: those of Streaming are its own.
@@ -149,23 +134,25 @@ STREAMING_S_OWN = ("eio: OSError", "short: IndexError", "short: ValueError")
 
 
 @pytest.mark.parametrize(
-    ("source", "workers", "prepare", "others"),
+    ("source", "workers", "others"),
     [
-        ("webdataset", 0, prepare_webdataset, ()),
-        ("webdataset", 2, prepare_webdataset, ()),
-        pytest.param("webdataset", 0, prepare_compressed, (), marks=pytest.mark.long),
-        pytest.param("ffcv", 2, prepare_ffcv, (), marks=pytest.mark.skipif(not CHAOS, reason="FFCV compiles for long")),
-        pytest.param("streaming", 0, prepare_streaming, STREAMING_S_OWN, marks=pytest.mark.long),
-        ("snapshot", 0, prepare_snapshot, ()),
+        ("webdataset", 2, ()),
+        ("snapshot", 0, ()),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                ("webdataset", 0, ()), ("webdataset streamed", 0, ()), ("ffcv", 2, ()),
+                ("streaming", 0, STREAMING_S_OWN),
+            )
+        ),
     ],
-    ids=["webdataset", "webdataset-workers", "webdataset-streamed", "ffcv", "streaming", "snapshot"],
-)
+)  # fmt: skip
 def test_reads_that_fail_give_the_same_batches_or_an_error(
-    source: str, workers: int, prepare: Callable[[Path], None], others: tuple[str, ...], tmp_path: Path
+    source: str, workers: int, others: tuple[str, ...], tmp_path: Path
 ) -> None:
-    prepare(tmp_path)
+    prepare(source, tmp_path)
     environment = {**faults.shim(tmp_path), "FAULT_PATH": str(tmp_path / "data")}
-    arguments = (source, str(tmp_path), str(workers), str(200 if CHAOS else 8))
+    arguments = (source.split()[0], str(tmp_path), str(workers), str(200 if CHAOS else 8))
     run = faults.run_self(str(HERE / "fault_job.py"), *arguments, environment=environment)
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout.splitlines()[-1])
@@ -179,122 +166,76 @@ def test_reads_that_fail_give_the_same_batches_or_an_error(
     assert any(each.startswith("eio: ") and "exact" not in each for each in told["outcomes"]), "some must have failed"
 
 
-def test_pages_of_ffcv_are_read_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FFCV's own threads take what a reading gave for the page, and samples were silently wrong."""
-    prepare_ffcv(tmp_path)
-    from fault_job import known
-
-    from support import ffcv_sources
-
-    source = ffcv_sources.make(path=str(tmp_path / "data" / "raw.beton"), os_cache=False)
-    whole = [known(batch) for batch in midepoch.wrap(source, seed=1)]
-    real = os.preadv
-    for fault in ("short", "eio", "cut"):
-        calls = itertools.count(1)
-
-        def preadv(file: int, buffers: list[memoryview], at: int, fault: str = fault, calls: Any = calls) -> int:
-            if next(calls) == 6 and fault != "short":
-                if fault == "eio":
-                    raise OSError(5, "Input/output error")
-                return 0
-            half = buffers[0][: 1 + len(buffers[0]) // 2]
-            return real(file, [half] if fault == "short" else buffers, at)
-
-        loader = midepoch.wrap(source, seed=1)
-        batches, got = iter(loader), list[Any]()
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "preadv", preadv)
-            if fault == "short":
-                got.extend(known(batch) for batch in batches)
-                assert next(calls) > 20
-            else:
-                with pytest.raises(SourceError, match=r"could not be read at byte|was cut off while it was read"):
-                    got.extend(known(batch) for batch in batches)
-                assert got == whole[: len(got)] and len(got) < len(whole)
-        got.extend(known(batch) for batch in batches)  # the next one is the one that was not given
-        assert got == whole, fault
-
-
 # --- a server that is out of order ---
 
 
-def test_a_server_out_of_order_changes_no_batch(tmp_path: Path) -> None:
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[faults.Server]:
     fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
     aiohttp = pytest.importorskip("aiohttp", reason="aiohttp is not installed")
-    names = [Path(url).name for url in shards(tmp_path / "shards", (5, 3, 6, 4), size=30000)]
-    server = faults.Server(tmp_path / "shards", seed=11)
-    patience = fsspec.config.conf.get("http")
-    fsspec.config.conf["http"] = {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=0.5)}}
-    try:
-        whole = list(indexed([f"{server.url}/{name}" for name in names]))
-        refused = resumed = 0
-        for turn in range(60 if CHAOS else 8):
-            workers = 2 if turn % 4 == 3 else 0
-            urls = [f"{server.url}/{name}" for name in names]
-            settings = {"index_cache": tmp_path / f"cache{turn % 2 and turn}"}
-            loader, got = None, []
-            server.often = 0.05 if turn % 2 else 0.2
-            # A server that ignores ranges, or says that a shard is empty, is believed: it may be so.
-            server.faults = ("500", "reset", "cut", "stall")
-            while loader is None:
-                try:
+    patience = {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=0.5)}}
+    monkeypatch.setitem(fsspec.config.conf, "http", patience)
+    made = faults.Server(tmp_path / "shards", seed=11)
+    yield made
+    made.close()
+
+
+def test_a_server_out_of_order_changes_no_batch(server: faults.Server, tmp_path: Path) -> None:
+    urls = [f"{server.url}/{Path(url).name}" for url in shards(tmp_path / "shards", (5, 3, 6, 4), size=30000)]
+    whole = list(indexed(urls))
+    refused = resumed = 0
+    for turn in range(60 if CHAOS else 6):
+        workers, settings = 2 if turn % 4 == 3 else 0, {"index_cache": tmp_path / f"cache{turn % 2 and turn}"}
+        loader, got = None, []
+        server.often = 0.05 if turn % 2 else 0.2
+        # A server that ignores ranges, or says that a shard is empty, is believed: it may be so.
+        server.faults = ("500", "reset", "cut", "stall")
+        while loader is None:
+            try:
+                loader = indexed(urls, workers, **settings)
+            except SourceError:
+                refused += 1
+                server.often /= 2
+        assert loader.capabilities.rank_independent, "a fault must not make streams of what is indexed"
+        batches, server.faults = iter(loader), server.FAULTS
+        for attempt in itertools.count():
+            try:
+                got.extend(batches)
+                break
+            except SourceError:
+                state = loader.state_dict()
+                assert state["position"] == sum(map(len, got))
+                resumed += 1
+                if attempt > 3:
+                    server.often = 0.0
+                if attempt % 2:
+                    loader.close()
+                    server.often, often = 0.0, server.often
                     loader = indexed(urls, workers, **settings)
-                except SourceError:
-                    refused += 1
-                    server.often /= 2
-            assert loader.capabilities.rank_independent, "a fault must not make streams of what is indexed"
-            batches, server.faults = iter(loader), server.FAULTS
-            for attempt in itertools.count():
-                try:
-                    got.extend(batches)
-                    break
-                except SourceError:
-                    state = loader.state_dict()
-                    assert state["position"] == sum(map(len, got))
-                    resumed += 1
-                    if attempt > 3:
-                        server.often = 0.0
-                    if attempt % 2:
-                        loader.close()
-                        server.often, often = 0.0, server.often
-                        loader = indexed(urls, workers, **settings)
-                        loader.load_state_dict(state)
-                        batches, server.often = iter(loader), often
-            loader.close()
-            assert got == whole, f"turn {turn}"
-        server.often = 0.0
-        print(f"{refused} times refused at once, {resumed} resumes, failures: {server.failed}")
-        assert resumed > 2 and sum(server.failed.values()) > 10
-    finally:
-        server.close()
-        fsspec.config.conf.pop("http")
-        if patience is not None:
-            fsspec.config.conf["http"] = patience
+                    loader.load_state_dict(state)
+                    batches, server.often = iter(loader), often
+        loader.close()
+        assert got == whole, f"turn {turn}"
+    print(f"{refused} times refused at once, {resumed} resumes, failures: {server.failed}")
+    assert resumed > 1 and sum(server.failed.values()) > 5
 
 
 # --- workers that are killed ---
 
 
-class Slow(Dataset[torch.Tensor]):
+class Slow(jobs.Noisy):
     """Samples that take a moment, and random numbers with them."""
 
     def __init__(self, size: int = 96) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
+        super().__init__(size)
 
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(0.001)
-        return torch.tensor([float(index), float(torch.rand(()))])
+        return super().__getitem__(index)
 
 
 def lists(batches: Any) -> list[Any]:
     return [batch.tolist() for batch in batches]
-
-
-def workers_of(process: int) -> list[psutil.Process]:
-    return [each for each in psutil.Process(process).children() if "resource_tracker" not in " ".join(each.cmdline())]
 
 
 def errors_of(killed: list[psutil.Process]) -> int:
@@ -361,29 +302,24 @@ def test_clocks_that_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     urls = shards(tmp_path / "shards")
     whole, noisy = list(indexed(urls)), lists(midepoch.wrap(DataLoader(Slow(), 4), seed=1))
     real, jumps = time.time, random.Random(3)
-    days = [86400.0 * jumps.uniform(-400, 400) for _ in range(1000)]
-    turns = itertools.cycle(days)
+    turns = itertools.cycle([86400.0 * jumps.uniform(-400, 400) for _ in range(1000)])
     monkeypatch.setattr(time, "time", lambda: real() + next(turns))
     monkeypatch.setattr(time, "time_ns", lambda: int((real() + next(turns)) * 1e9))
     for number, url in enumerate(urls):  # shards from the future and from long ago
         os.utime(url, ((1e9, 4e9)[number % 2],) * 2)
-    for _ in range(2):
-        assert list(indexed(urls)) == whole
-    linear = model()
-    saved = []
-    with Snapshot(tmp_path / "snapshot.pt", model=linear, every=3, signals=()) as snapshot:
-        snapshot.load()
-        loader = midepoch.wrap(DataLoader(Slow(), 4), seed=1)
-        got = []
+    assert [list(indexed(urls)) for _ in range(2)] == [whole] * 2
+    path, got, saved = tmp_path / "snapshot.pt", list[Any](), list[int]()
+    loader = midepoch.wrap(DataLoader(Slow(), 4), seed=1)
+    with Snapshot(path, model=model(), every=3, data=loader, signals=()) as snapshot:
         for batch in loader:
             got.append(batch.tolist())
             snapshot.step()
             os.utime(tmp_path, (1e9, 1e9))
-            if (tmp_path / "snapshot.pt").exists():
-                saved.append(torch.load(tmp_path / "snapshot.pt", weights_only=True)["steps"])
+            if path.exists():
+                saved.append(torch.load(path, weights_only=True)["steps"])
     assert got == noisy
     assert saved == sorted(saved) and saved[-1] == 24
-    with Snapshot(tmp_path / "snapshot.pt", model=model(), signals=()) as again:
+    with Snapshot(path, model=model(), data=midepoch.wrap(DataLoader(Slow(), 4), seed=1), signals=()) as again:
         assert again.load() and again.steps == 24
 
 
@@ -411,7 +347,7 @@ def test_workers_are_forked_while_threads_run(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     try:
-        for turn in range(60 if CHAOS else 5):
+        for turn in range(60 if CHAOS else 3):
             loader = DataLoader(Slow(), 4, num_workers=2, multiprocessing_context="fork", timeout=60)
             with midepoch.wrap(loader, seed=1) as wrapped:
                 assert lists(wrapped) == noisy, turn
@@ -439,7 +375,7 @@ def test_two_jobs_build_indexes_in_one_folder_and_one_is_killed(tmp_path: Path, 
     context = multiprocessing.get_context("fork")
     generator = random.Random(8)
     interrupted = 0
-    for turn in range(200 if CHAOS else 12):
+    for turn in range(200 if CHAOS else 6):
         shutil.rmtree(cache, ignore_errors=True)
         results = context.SimpleQueue()
         victim = context.Process(target=build_indexes, args=(urls,))
@@ -458,21 +394,19 @@ def test_two_jobs_build_indexes_in_one_folder_and_one_is_killed(tmp_path: Path, 
         kept = [each.suffix for each in cache.glob("*/*")]
         assert kept.count(".index") == len(urls)
         assert len(kept) <= len(urls) + 16, "each of its threads leaves one draft at most"
-    assert interrupted > 2
+    assert interrupted
 
 
 JOB = """
-import sys, time, torch
-sys.path[:0] = {here!r}
+import sys, torch
 import midepoch
 from torch.utils.data import DataLoader
-from test_faults import Slow, model
-loader = midepoch.wrap(DataLoader(Slow(), 4, num_workers=2, persistent_workers=True), seed=1)
-snapshot = midepoch.Snapshot({path!r}, every=1, model=model(), data=loader)
-snapshot.load()
-for _ in range(1000):
+from support import jobs
+loader = midepoch.wrap(DataLoader(jobs.Noisy(96), 4, num_workers=2, persistent_workers=True), seed=1)
+snapshot = midepoch.Snapshot(sys.argv[1], every=1, model=torch.nn.Linear(100, 100), data=loader)
+for epoch in snapshot.epochs(1000):
     for batch in loader:
-        print(loader.state_dict()["epoch"], batch.tolist()[0][0], flush=True)
+        print(epoch, flush=True)
         snapshot.step()
 """
 
@@ -481,22 +415,17 @@ def test_what_a_killed_job_leaves_is_in_nobody_s_way(tmp_path: Path) -> None:
     """Its workers end by themselves, nothing stays in shared memory, and the next run goes on."""
     shared = Path("/dev/shm")
     before = set(shared.iterdir()) if shared.is_dir() else set()
-    path = tmp_path / "snapshot.pt"
-    steps = -1
+    path, steps = tmp_path / "snapshot.pt", -1
     for kill in range(40 if CHAOS else 1):
-        job = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", JOB.format(here=[str(HERE), str(TESTS)], path=str(path))],
-            stdout=subprocess.PIPE,
-        )
-        assert job.stdout is not None
+        job = forking.Program(["-c", JOB, str(path)], modules=jobs.MODULES)
         for _ in range(3 + kill % 5):
             job.stdout.readline()
-        workers = workers_of(job.pid)
-        assert len(workers) == 2
+        workers = psutil.Process(job.pid).children()
+        assert len(workers) >= 2
         job.kill()
         job.wait()
         job.stdout.close()
-        assert faults.wait_until(lambda left=workers: not any(each.is_running() for each in left), 20)  # type: ignore[misc]
+        assert faults.wait_until(lambda left=workers: not any(each.is_running() for each in left), 60)  # type: ignore[misc]
         assert len(list(tmp_path.glob("*.draft"))) <= 1
         loader = midepoch.wrap(DataLoader(Slow(), 4), seed=1)
         with Snapshot(path, model=model(), data=loader, signals=()) as snapshot:

@@ -1,41 +1,48 @@
-"""The world is read when iteration starts: trainers and launchers start their processes after `wrap`."""
+"""Processes around a loader: killed jobs, ranks that multiprocessing starts, workers that die, wait, or are dropped."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
-import json
 import multiprocessing
 import os
+import re
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from torch.multiprocessing.spawn import spawn
 from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch import World
-from support import forking, sources
-from support.places import TESTS
+from support import forking, jobs, sources
 
-# --- a loop that passes over bad samples ---
+# --- jobs that are killed ---
 
-SALVAGING = """
-import os, signal, sys
+BEGIN = """
+import json, os, signal, sys
 from pathlib import Path
 from torch.utils.data import DataLoader
-sys.path.insert(0, sys.argv[1])
 import midepoch
-from support import sources
+from support import jobs, sources
 
-log, kill_at = Path("log"), int(sys.argv[2])
+log, kill_at, checkpoint = Path("log"), int(sys.argv[1]), Path("checkpoint")
+
+def may_die():
+    global kill_at
+    kill_at -= 1
+    if not kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+# A loop that passes over bad samples. A kill within the handler of an error: the batch is tried again.
+SALVAGING = """
 loader = midepoch.wrap(DataLoader(sources.Failing(40, [3, 4, 17, 31], log.parent), 4, shuffle=True), seed=2)
 snapshot = midepoch.Snapshot("snapshot.pt", every=1, data=loader)
 for epoch in snapshot.epochs(2):
@@ -44,49 +51,17 @@ for epoch in snapshot.epochs(2):
         try:
             batch = next(batches)
         except RuntimeError:
-            kill_at -= 1
-            if not kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)  # within the handler of an error: the batch is tried again
+            may_die()
             continue
         except StopIteration:
             break
-        kill_at -= 1
-        if not kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        with log.open("a") as file:
-            file.write(f"{epoch} {batch[:, 0].int().tolist()}\\n")
+        may_die()
+        jobs.note(log, [epoch, batch[:, 0].int().tolist()])
         snapshot.step()
 """
 
-
-def test_a_job_that_passes_over_bad_samples_is_killed(tmp_path: Path) -> None:
-    def start(folder: Path, kill_at: int) -> int | None:
-        folder.mkdir(exist_ok=True)
-        job = forking.Program(["-c", SALVAGING, str(TESTS), str(kill_at)], cwd=folder)
-        errors = job.communicate(120)[1]
-        assert job.returncode in (0, -signal.SIGKILL), errors
-        return job.returncode
-
-    assert start(tmp_path / "whole", 0) == 0
-    lives = 1
-    while start(tmp_path / "killed", 4 + lives):
-        lives += 1
-    whole, killed = ((tmp_path / name / "log").read_text() for name in ("whole", "killed"))
-    assert killed == whole
-    assert lives > 2 and 10 < len(whole.splitlines()) < 20, "some batches are bad"
-
-
-# --- a resumed loop whose number of the epoch is one too high ---
-
+# A resumed loop whose number of the epoch is one too high.
 COUNTING = """
-import json, os, signal, sys
-from pathlib import Path
-from torch.utils.data import DataLoader
-sys.path.insert(0, sys.argv[1])
-import midepoch
-from support import sources
-
-kill_at, log, checkpoint = int(sys.argv[2]), Path("log"), Path("checkpoint")
 loader = midepoch.wrap(DataLoader(sources.Noisy(22), 4, shuffle=True), seed=2)
 begun = 0
 if checkpoint.exists():
@@ -96,63 +71,57 @@ while loader.epoch < 3:
     loader.sampler.set_epoch(begun)
     begun += 1
     for batch in loader:
-        kill_at -= 1
-        if not kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        with log.open("a") as file:
-            file.write(json.dumps(sources.plain(batch)) + "\\n")
+        may_die()
+        jobs.note(log, sources.plain(batch))
         checkpoint.write_text(json.dumps([begun, loader.state_dict()]))  # the epochs that have begun
 """
 
 
-def test_a_job_that_sets_an_epoch_too_high_is_killed(tmp_path: Path) -> None:
-    def start(folder: Path, kill_at: int) -> str:
+@pytest.mark.parametrize(
+    ("code", "batches", "told"),
+    [
+        (SALVAGING, range(11, 20), ""),  # some batches are bad
+        (COUNTING, range(18, 19), r"set_epoch\(1\) is not followed: the loaded state is within epoch 0"),
+    ],
+    ids=["passes over bad samples", "sets an epoch too high"],
+)
+def test_a_killed_job_does_the_same(code: str, batches: range, told: str, tmp_path: Path) -> None:
+    def start(folder: Path, kill_at: int) -> tuple[int | None, str]:
         folder.mkdir(exist_ok=True)
-        job = forking.Program(["-c", COUNTING, str(TESTS), str(kill_at)], cwd=folder)
+        job = forking.Program(["-c", BEGIN + code, str(kill_at)], modules=jobs.MODULES, cwd=folder)
         errors = job.communicate(120)[1]
-        assert job.returncode == (-signal.SIGKILL if kill_at else 0), errors
-        return errors
+        assert job.returncode in (0, -signal.SIGKILL), errors
+        return job.returncode, errors
 
-    assert "MidepochWarning" not in start(tmp_path / "whole", 0)
-    assert "MidepochWarning" not in start(tmp_path / "killed", 4)
-    assert "set_epoch(1) is not followed: the loaded state is within epoch 0" in start(tmp_path / "killed", 0)
-    whole, killed = ((tmp_path / name / "log").read_text() for name in ("whole", "killed"))
-    assert killed == whole and len(whole.splitlines()) == 18
+    status, said = start(tmp_path / "whole", 0)
+    assert status == 0 and "is not followed" not in said
+    said, lives = "", 1
+    while start(tmp_path / "killed", 3 + lives)[0]:
+        lives += 1
+        status, now = start(tmp_path / "killed", 2)
+        said += now
+    whole, killed = (jobs.noted(tmp_path / name / "log") for name in ("whole", "killed"))
+    assert killed == whole and len(whole) in batches
+    assert lives > 2 and re.search(told, said)
 
 
-# --- torch.multiprocessing.spawn ---
+# --- processes that something else starts ---
 
 
-def test_a_loader_wrapped_before_the_processes_are_spawned(tmp_path: Path) -> None:
+def test_a_loader_wrapped_before_the_processes_are_started() -> None:
+    """The world is read when iteration begins: trainers and launchers start their processes after `wrap`."""
     loader = midepoch.wrap(sources.noisy_loader(), seed=5)
     assert len(loader) == 6  # a world of one, here and now
-    spawn(sources.spawned_rank, args=(loader, str(tmp_path)), nprocs=2)  # type: ignore[no-untyped-call]
-    found = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
-    for rank, each in enumerate(found):
-        there = midepoch.wrap(sources.noisy_loader(), seed=5, world=World(rank, 2))
-        assert each["length"] == 3
-        assert each["batches"] == sources.taken(there, 2)
-    assert found[0]["state"] == found[1]["state"]
-    assert (found[0]["state"]["world_size"], found[0]["state"]["position"]) == (2, 16)
+    found = sources.in_gloo_world(sources.two_batches, 2, loader)
+    for rank, (length, batches, _) in enumerate(found):
+        assert length == 3
+        assert batches == sources.taken(midepoch.wrap(sources.noisy_loader(), seed=5, world=World(rank, 2)), 2)
+    state = found[0][2]
+    assert state == found[1][2] and (state["world_size"], state["position"]) == (2, 16)
     # The state of two processes continues in this one.
-    loader.load_state_dict(found[1]["state"])
+    loader.load_state_dict(state)
     whole = sources.flat(sources.taken(midepoch.wrap(sources.noisy_loader(), seed=5)))
     assert sources.flat(sources.taken(loader)) == whole[16:]
-
-
-# --- processes that multiprocessing started ---
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_failing_rank_ends_with_its_workers(method: str, tmp_path: Path) -> None:
-    """Workers outlive signals as long as their rank wants them; nothing of atexit's runs in such a process."""
-    context: Any = multiprocessing.get_context(method)
-    rank = context.Process(target=sources.fail_in_an_epoch, args=(str(tmp_path / "snapshot.pt"),))
-    rank.start()
-    rank.join(300)
-    ended = rank.exitcode
-    rank.kill()
-    assert ended == 1
 
 
 _KEPT: list[Any] = []  # until the process ends
@@ -164,18 +133,6 @@ def finish_an_epoch(path: str) -> None:
     )
     _KEPT.extend([loader, midepoch.Snapshot(path, data=loader)])
     list(loader)
-
-
-def test_a_rank_ends_well_with_persistent_workers(tmp_path: Path) -> None:
-    """torch takes a worker that dies of the signal that ends it for one that was killed."""
-    codes = []
-    for _ in range(8):
-        rank = multiprocessing.get_context("fork").Process(target=finish_an_epoch, args=(str(tmp_path / "s.pt"),))
-        rank.start()
-        rank.join(300)
-        codes.append(rank.exitcode)
-        rank.kill()
-    assert codes == [0] * 8
 
 
 class Waiting(sources.Indices):
@@ -197,7 +154,7 @@ class Waiting(sources.Indices):
         return index
 
 
-def time_out(path: str, how: str, close: bool) -> None:
+def time_out(how: str, close: bool, path: str) -> None:
     loader = midepoch.wrap(DataLoader(Waiting(how), batch_size=4, num_workers=2, timeout=1), seed=1)
     _KEPT.extend([loader, midepoch.Snapshot(path, data=loader)])
     iterator = iter(loader)
@@ -208,30 +165,42 @@ def time_out(path: str, how: str, close: bool) -> None:
         assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize(("how", "close"), [("in Python", True), ("in C", False)])
-def test_a_worker_that_waits_for_ever_is_ended(how: str, close: bool, tmp_path: Path) -> None:
-    """By what ends its loader, and by its process's end."""
-    rank = multiprocessing.get_context("fork").Process(target=time_out, args=(str(tmp_path / "s.pt"), how, close))
-    rank.start()
-    rank.join(300)
-    ended = rank.exitcode
-    rank.kill()
-    assert ended == 0
+def end_of(method: str, *targets: Callable[[str], None], folder: Path) -> list[int | None]:
+    """How processes end that do these, all at once."""
+    context: Any = multiprocessing.get_context(method)
+    ranks = [context.Process(target=each, args=(str(folder / f"{at}.pt"),)) for at, each in enumerate(targets)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(300)
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+    return codes
 
 
-def read_in_a_fork(loader: Any) -> None:
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+def test_ranks_end_with_their_workers(method: str, tmp_path: Path) -> None:
+    """Workers outlive signals as long as their rank wants them; nothing of atexit's runs in such a process.
+
+    Of ranks that end well: torch takes a worker that dies of the signal that ends it for one that was killed. Workers
+    that wait for ever are ended by what ends their loader, and by their process's end.
+    """
+    waiting = [functools.partial(time_out, "in Python", True), functools.partial(time_out, "in C", False)]
+    done = end_of(method, sources.fail_in_an_epoch, *[finish_an_epoch] * 5, *waiting, folder=tmp_path)
+    assert done == [1, *[0] * 7]
+
+
+def read_in_a_fork(loader: Any, path: str) -> None:
     assert len(list(loader)) == 10
     loader.close()
 
 
-def test_a_forked_process_has_persistent_workers_of_its_own() -> None:
+def test_a_forked_process_has_persistent_workers_of_its_own(tmp_path: Path) -> None:
     source: Any = DataLoader(sources.Indices(40), batch_size=4, num_workers=1, persistent_workers=True)
     with midepoch.wrap(source, seed=0) as loader:
         assert len(list(loader)) == 10
-        process = multiprocessing.get_context("fork").Process(target=read_in_a_fork, args=(loader,))
-        process.start()
-        process.join(300)
-        assert process.exitcode == 0
+        assert end_of("fork", functools.partial(read_in_a_fork, loader), folder=tmp_path) == [0]
         assert len(list(loader)) == 10
 
 
@@ -262,8 +231,7 @@ if __name__ == "__main__":
 )
 def test_other_processes_have_no_signals_blocked(method: str, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(BLOCKED)
-    command = [sys.executable, "job.py", method]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    done = forking.run(["job.py", method], modules=jobs.MODULES, cwd=tmp_path, check=True)
     assert done.stdout.split("\n")[0] == "[] []", done.stderr
 
 
@@ -314,39 +282,29 @@ def read_to_its_middle(loader: Any) -> Any:
     return iterator, next(iterator)
 
 
-def map_style(persistent: bool) -> Any:
-    data = sources.Indices(40)
-    return DataLoader(data, batch_size=4, num_workers=2, persistent_workers=persistent, shuffle=True)
-
-
-def iterable(persistent: bool) -> Any:
-    return DataLoader(sources.Stream(40), batch_size=4, num_workers=2, persistent_workers=persistent)
-
-
-def stateful(persistent: bool) -> Any:
-    dataloaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
-    data = sources.Indices(40)
-    return dataloaders.StatefulDataLoader(data, batch_size=4, num_workers=2, persistent_workers=persistent)
-
-
 @pytest.mark.parametrize("in_a_cycle", [False, True], ids=["by_itself", "in_a_cycle"])
 @pytest.mark.parametrize(
-    ("make", "persistent", "read"),
+    ("kind", "read"),
     [
-        (map_style, True, read_whole),
-        (map_style, True, read_to_its_middle),
-        (iterable, True, read_to_its_middle),
-        (stateful, True, read_to_its_middle),
+        ("map-style", read_whole), ("map-style", read_to_its_middle), ("iterable", read_to_its_middle),
+        ("stateful", read_to_its_middle),
     ],
-)
+)  # fmt: skip
 def test_a_loader_that_is_dropped_ends_its_workers_at_once(
-    make: Any, persistent: bool, read: Any, in_a_cycle: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, read: Any, in_a_cycle: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the last reference, or by the collector, which may close the workers' queues before they are told to leave."""
+    make: Any = DataLoader
+    if kind == "stateful":
+        make = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+        make = make.StatefulDataLoader
     sources.be_patient(monkeypatch)
     gc.collect()
     before = workers_here()
-    loader = midepoch.wrap(make(persistent), seed=0, shard=True if make is iterable else None)
+    data = sources.Stream(40) if kind == "iterable" else sources.Indices(40)
+    source = make(data, batch_size=4, num_workers=2, persistent_workers=True)
+    loader = midepoch.wrap(source, seed=0, shard=True if kind == "iterable" else None)
+    del source
     kept: Any = read(loader)
     started = workers_here() - before
     assert len(started) == 2

@@ -1,14 +1,12 @@
 """A job for torchrun with a Snapshot: each process writes down every batch before it is trained on.
 
-``torchrun ... torchrun_job.py FOLDER [--global-batch 12] [--epochs 2] [--every 4] [--pause 0.02] [--own] [--timeout 5]
+``torchrun ... torchrun_job.py FOLDER [--epochs 2] [--every 4] [--pause 0.02] [--own] [--timeout 5]
 [--backend cuda:gloo]``
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import os
 import random
 import time
@@ -20,36 +18,28 @@ import numpy as np
 import torch
 import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 import midepoch
+from support import jobs, sources
 
-SIZE = 240
-
-
-class Noisy(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index, random.random(), float(np.random.rand()), float(torch.rand(()))])
+SIZE, GLOBAL_BATCH = 240, 12
 
 
 def source(batch_size: int, own: bool = False) -> Any:
     """A DataLoader, or a loader with a state of its own, of which each rank knows only its part."""
+    data = sources.Noisy(SIZE)
     if not own:
-        return DataLoader(Noisy(), batch_size=batch_size, shuffle=True)
-    from torch.utils.data import DistributedSampler
+        return DataLoader(data, batch_size=batch_size, shuffle=True)
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    sampler: Any = DistributedSampler(Noisy(), seed=3) if torch.distributed.is_initialized() else None
-    return StatefulDataLoader(Noisy(), batch_size=batch_size, sampler=sampler)
+    sampler: Any = DistributedSampler(data, seed=3) if torch.distributed.is_initialized() else None
+    return StatefulDataLoader(data, batch_size=batch_size, sampler=sampler)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--global-batch", type=int, default=12)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--every", type=int, default=4)
     parser.add_argument("--pause", type=float, default=0.02)
@@ -72,11 +62,10 @@ def main() -> None:
 def train(options: argparse.Namespace, distributed: bool) -> None:
     world = midepoch.World.current()
     torch.set_num_threads(1)
-    torch.manual_seed(world.rank)
-    random.seed(world.rank)
-    np.random.seed(world.rank)
-    loader = midepoch.wrap(source(options.global_batch // world.world_size, options.own), seed=5)
-    model: torch.nn.Module = torch.nn.Linear(3, 1)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(world.rank)
+    loader = midepoch.wrap(source(GLOBAL_BATCH // world.world_size, options.own), seed=5)
+    model: torch.nn.Module = torch.nn.Linear(3, 1, dtype=torch.float64)
     torch.nn.init.ones_(model.weight)  # type: ignore[arg-type]
     # With buckets as they are after the first batch, ranks add up gradients in the same order after a restart.
     # A group without a backend for the CPU can share no gradients here.
@@ -87,28 +76,24 @@ def train(options: argparse.Namespace, distributed: bool) -> None:
         options.folder / "snapshot.pt", every=options.every, ledger=not options.own, model=trained,
         optimizer=optimizer, data=loader,
     )  # fmt: skip
-    log = Log(options.folder / f"log-{time.time_ns()}-{os.getpid()}")
-    log.write(
-        pid=os.getpid(), rank=world.rank, world_size=world.world_size, resumed=snapshot.load(), steps=snapshot.steps
-    )
+    log = options.folder / f"log-{time.time_ns()}-{os.getpid()}"
+    who = {"rank": world.rank, "world_size": world.world_size}
+    jobs.note(log, {**who, "pid": os.getpid(), "resumed": snapshot.load(), "steps": snapshot.steps})
     try:
         while loader.epoch < options.epochs:
             for batch in loader:
                 time.sleep(options.pause + longer(options.folder / "pause"))
                 own = [random.random(), float(np.random.rand()), float(torch.rand(()))]
-                log.write(
-                    step=snapshot.steps + 1, rank=world.rank, world_size=world.world_size, batch=batch.tolist(), own=own
-                )
+                jobs.note(log, {**who, "step": snapshot.steps + 1, "batch": batch.tolist(), "own": own})
                 loss = (trained(batch[:, 1:]) - batch[:, :1] / SIZE).square().mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 snapshot.step()
     except SystemExit:
-        log.write(left=snapshot.steps, rank=world.rank)
+        jobs.note(log, {**who, "left": snapshot.steps})
         raise
-    weights = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
-    log.write(finished=snapshot.steps, rank=world.rank, weights=hashlib.sha256(weights).hexdigest())
+    jobs.note(log, {**who, "finished": snapshot.steps})
 
 
 def longer(path: Path) -> float:
@@ -117,16 +102,6 @@ def longer(path: Path) -> float:
         return float(path.read_text() or 0)
     except FileNotFoundError:
         return 0
-
-
-class Log:
-    """A JSON line for each event, in the kernel at once."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
-
-    def write(self, **event: Any) -> None:
-        os.write(self._file, (json.dumps(event) + "\n").encode())
 
 
 if __name__ == "__main__":

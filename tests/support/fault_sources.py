@@ -291,6 +291,15 @@ def _shared(process: psutil.Process) -> set[str]:
     return names
 
 
+def quiet() -> Held:
+    """`held` once it is twice the same but for memory: nothing is on its way out any more."""
+    now, then = held(), None
+    while now[:4] != (then or ())[:4]:
+        time.sleep(0.05)
+        now, then = held(), now
+    return now
+
+
 def settled(before: Held, patience: float = 30.0) -> Held:
     """`held` when nothing but memory is more than `before`, or when patience is at its end."""
     until = time.monotonic() + patience

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import signal
@@ -411,14 +410,9 @@ def torch_batches(rank: int, world_size: int, size: int, batch_size: int, drop_l
     return [batch.tolist() for batch in loader]
 
 
-def spawned_rank(rank: int, loader: Loader, folder: str) -> None:
-    """One process of torch.multiprocessing.spawn: joins the world, then takes two batches and says where it stands."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    batches = taken(loader, 2)
-    found = {"length": len(loader), "batches": batches, "state": loader.state_dict()}
-    Path(folder, f"rank{rank}").write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
+def two_batches(rank: int, loader: Loader) -> Any:
+    """What a loader that was wrapped in another process says of its length, two batches, and where it then stands."""
+    return len(loader), taken(loader, 2), loader.state_dict()
 
 
 def fail_in_an_epoch(path: str) -> None:

@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import cpu_torchvision  # noqa: F401  Composer imports torchvision
 import torch
 from composer import Trainer
 from composer.models import ComposerModel
 from composer.utils import dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch.trainers.composer import ExactResume
+from support import jobs
 
 SIZE, GLOBAL_BATCH = 66, 6
-
-
-class Noisy(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index), float(torch.rand(()))])
 
 
 class Model(ComposerModel):
@@ -52,36 +41,19 @@ class Model(ComposerModel):
         return outputs.square().mean()
 
 
-class Unknown(IterableDataset[torch.Tensor]):
-    """Eleven batches, which only reading tells."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (torch.tensor([float(index), float(torch.rand(()))]) for index in range(SIZE))
-
-
 def make(folder: Path, resume: int | None = None, stop: str = "2ep", data: Any = None, **settings: Any) -> Any:
     """A Trainer, and the list to which its model adds what it sees."""
     seen: list[Any] = []
     batch_size = GLOBAL_BATCH // dist.get_world_size()
-    source = DataLoader(Noisy(), batch_size, shuffle=True) if data is None else DataLoader(data, batch_size)
+    source = DataLoader(jobs.Noisy(SIZE), batch_size, shuffle=True) if data is None else DataLoader(data, batch_size)
     model = Model(seen, **settings.pop("model", {}))
     trainer = Trainer(
-        model=model,
-        train_dataloader=midepoch.wrap(source, seed=3),
-        device_train_microbatch_size=GLOBAL_BATCH,
-        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-        max_duration=stop,
-        save_folder=str(folder),
-        save_filename="batch{batch}.pt",
-        save_interval="1ba",
-        save_overwrite=True,
-        load_path=None if resume is None else str(folder / f"batch{resume}.pt"),
-        callbacks=[ExactResume()],
-        progress_bar=False,
-        seed=7,
-        device="cpu",
-        **settings,
-    )
+        model=model, train_dataloader=midepoch.wrap(source, seed=3),
+        device_train_microbatch_size=GLOBAL_BATCH, optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+        max_duration=stop, save_folder=str(folder), save_filename="batch{batch}.pt", save_interval="1ba",
+        save_overwrite=True, load_path=None if resume is None else str(folder / f"batch{resume}.pt"),
+        callbacks=[ExactResume()], progress_bar=False, seed=7, device="cpu", **settings,
+    )  # fmt: skip
     return trainer, seen
 
 
@@ -106,8 +78,8 @@ def every_cut(folder: Path) -> dict[str, bool]:
     subsets: dict[str, Any] = {
         "whole epochs": {},
         "five batches of each": {"train_subset_num_batches": 5},
-        "unknown length": {"data": Unknown(), "stop": "25ba"},
-        "unknown length, more than there are": {"data": Unknown(), "train_subset_num_batches": 20},
+        "unknown length": {"data": jobs.Stream(SIZE), "stop": "25ba"},
+        "unknown length, more than there are": {"data": jobs.Stream(SIZE), "train_subset_num_batches": 20},
     }
     for name, settings in subsets.items():
         batches, weights, count = run(folder / name, **settings)

@@ -7,28 +7,19 @@ none.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
-
-
-class Noisy(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index), float(torch.rand(()))])
+from support import jobs
 
 
 def make(remember: int) -> midepoch.Loader:
-    source = StatefulDataLoader(Noisy(), 2, shuffle=True, generator=torch.Generator().manual_seed(3))
+    source = StatefulDataLoader(jobs.Noisy(12), 2, shuffle=True, generator=torch.Generator().manual_seed(3))
     return midepoch.wrap(source, remember=remember)
 
 
@@ -46,38 +37,25 @@ class Steps:
         if self.count == self.fail_at:
             raise BadStepError("this step is the user's to mend")
         self.count += 1
-        with self.path.open("a") as file:
-            file.write(json.dumps(batch.tolist()) + "\n")
+        jobs.note(self.path, batch.tolist())
 
 
 def lightning_run(folder: Path, steps: Steps, loader: midepoch.Loader) -> None:
-    import lightning.pytorch as lightning
-    from lightning.pytorch.callbacks import OnExceptionCheckpoint
+    from lightning_runs import Keeping, Recorder, fit
 
-    from midepoch.trainers.lightning import ExactResume
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(2, 1)
-
+    class Module(Recorder):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
             steps.take(batch)
-            return self.layer(batch).mean()
+            return super().training_step(batch, batch_idx)
 
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    class Keeping(OnExceptionCheckpoint):
-        def teardown(self, *arguments: Any, **keywords: Any) -> None:
-            """Lightning removes it where the run has gone on to its end."""
-
-    trainer = lightning.Trainer(
-        accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[ExactResume(), Keeping(folder, "failed")],
-    )  # fmt: skip
-    checkpoint = folder / "failed.ckpt"
-    trainer.fit(Module(), loader, ckpt_path=checkpoint if checkpoint.exists() else None, weights_only=False)
+    checkpoint, told = folder / "on_exception.ckpt", list[str]()
+    try:
+        fit(
+            [], lambda: loader, callbacks=(Keeping(folder),), checkpoint=checkpoint if checkpoint.exists() else None,
+            module=Module, told=told, enable_checkpointing=True,
+        )  # fmt: skip
+    finally:
+        print("\n".join(told), file=sys.stderr)
 
 
 def snapshot_run(folder: Path, steps: Steps, loader: midepoch.Loader) -> None:

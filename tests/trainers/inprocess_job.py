@@ -22,10 +22,11 @@ import torch.distributed
 from nvidia_resiliency_ext import inprocess
 from nvidia_resiliency_ext.inprocess.store import TCPStore
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch.trainers.inprocess import feed
+from support import jobs
 
 SIZE, EPOCHS, BATCH = 90, 2, 2
 
@@ -53,13 +54,10 @@ class Job:
     snapshot: bool = False
 
 
-class Noisy(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return SIZE
-
+class Slow(jobs.Noisy):
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(0.005)
-        return torch.tensor([float(index), float(torch.rand(()))])
+        return super().__getitem__(index)
 
 
 class Model(torch.nn.Module):
@@ -82,7 +80,7 @@ class Store(TCPStore):
 
 def make(job: Job) -> midepoch.Loader:
     source = DataLoader(
-        Noisy(), batch_size=BATCH, shuffle=True, num_workers=job.workers, persistent_workers=job.persistent
+        Slow(SIZE), batch_size=BATCH, shuffle=True, num_workers=job.workers, persistent_workers=job.persistent
     )
     return midepoch.wrap(source, seed=3, global_batch=12)
 
@@ -112,13 +110,13 @@ def train(job: Job, kept: dict[str, Any], call: inprocess.CallWrapper) -> None:
             loader.load_state_dict(states["loader"])
     elif call.iteration and not job.forgets:
         loader.seek(epoch=0)
-    log = (folder / f"log-{kept['initial rank']}-{call.iteration}-{os.getpid()}").open("w", buffering=1)
+    log = folder / f"log-{kept['initial rank']}-{call.iteration}-{os.getpid()}"
     gradient = torch.zeros(SIZE)
     for epoch in (snapshot or loader).epochs(EPOCHS):
         for batch in loader:
             ids = batch[:, 0].long()
             gradient[ids] += loader.weight / len(ids)
-            print(json.dumps([epoch, int(model.steps), rank, loader.weight, batch.tolist()]), file=log)
+            jobs.note(log, [epoch, int(model.steps), rank, loader.weight, batch.tolist()])
             if loader.step_due:
                 kind = faults.get(int(model.steps))
                 if kind == "kill":
@@ -167,8 +165,8 @@ def launch(ranks: int) -> list[int]:
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     processes = []
     for rank in range(ranks):
-        own = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-        environment = {**os.environ, **own, "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo"}
+        own = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        environment = jobs.environment(**own)
         with Path(sys.argv[1], f"said-{rank}").open("w") as said:
             processes.append(subprocess.Popen([sys.executable, *sys.argv], env=environment, stdout=said, stderr=said))
     try:

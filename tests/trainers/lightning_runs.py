@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import registry
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch import MidepochWarning
 from midepoch.trainers.lightning import ExactResume
+from support import sources
 
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # it says more than the tests
 # Each Trainer reads what every installed package registers: 20 ms, a fifth of a short fit.
@@ -32,14 +33,12 @@ class Killed(BaseException):
     """What ends a run in its middle."""
 
 
-class Noisy(Dataset[torch.Tensor]):
+class Noisy(sources.Indices):
     def __init__(self, size: int, name: float) -> None:
-        self.size, self.name = size, name
+        super().__init__(size)
+        self.name = name
 
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Any:
         return torch.tensor([self.name, index, float(torch.rand(()))])
 
 
@@ -66,12 +65,12 @@ class Recorder(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if len(self.log_of) == self.fail_at:
             raise ValueError("a bad batch")
-        self.log_of.append(("train", self.trainer.current_epoch, batch_idx, plain(batch)))
+        self.log_of.append(("train", self.trainer.current_epoch, batch_idx, sources.plain(batch)))
         return self.layer(torch.ones(1)).sum()
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         if not self.trainer.sanity_checking:
-            self.log_of.append(("validation", dataloader_idx, batch_idx, plain(batch)))
+            self.log_of.append(("validation", dataloader_idx, batch_idx, sources.plain(batch)))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -83,16 +82,8 @@ class Peeking(Recorder):
         return super().configure_optimizers()
 
 
-def plain(batch: Any) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.tolist()
-    if isinstance(batch, dict):
-        return {name: plain(each) for name, each in batch.items()}
-    return [plain(each) for each in batch] if isinstance(batch, list | tuple) else batch
-
-
 class Saver(Callback):
-    """Saves at the n-th call of a hook, and ends the run there."""
+    """Saves at the n-th call of a hook, and ends the run there; 0 only counts them."""
 
     def __init__(self, hook: str, at: int, path: Path) -> None:
         self.at, self.path, self.calls = at, path, 0
@@ -105,6 +96,14 @@ class Saver(Callback):
         if self.calls == self.at:
             trainer.save_checkpoint(self.path)
             raise Killed
+
+
+class Keeping(OnExceptionCheckpoint):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+
+    def teardown(self, *arguments: Any, **keywords: Any) -> None:
+        """Lightning removes it at the end of a run."""
 
 
 Make = Callable[[], Any]

@@ -6,7 +6,6 @@ writes down every batch.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -20,26 +19,19 @@ import ray.cluster_utils
 import ray.train
 import ray.train.torch
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import midepoch
+from support import jobs
 
 SIZE, GLOBAL_BATCH, EPOCHS = 72, 6, 2
-
-
-class Noisy(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index), float(torch.rand(()))])
 
 
 def train(settings: dict[str, Any]) -> None:
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     folder = Path(settings["folder"])
-    data = DataLoader(Noisy(), batch_size=GLOBAL_BATCH // world_size, shuffle=True)
+    data = DataLoader(jobs.Noisy(SIZE), batch_size=GLOBAL_BATCH // world_size, shuffle=True)
     loader = midepoch.wrap(data, seed=3)
     torch.manual_seed(0)
     model = ray.train.torch.prepare_model(torch.nn.Linear(2, 1))
@@ -51,27 +43,27 @@ def train(settings: dict[str, Any]) -> None:
         steps = state["steps"]
         model.load_state_dict(state["model"])
         loader.load_state_dict(state["loader"])
-    with (folder / f"log-{world_size}-{rank}-{os.getpid()}").open("w", buffering=1) as log:
-        while loader.epoch < EPOCHS and steps < settings["stop_at"]:
-            for batch in loader:
-                steps += 1
-                time.sleep(settings["pause"])
-                print(json.dumps([steps, rank, world_size, batch.tolist()]), file=log)
-                if steps == settings["kill_at"] and rank == world_size - 1 and not (folder / "killed").exists():
-                    (folder / "killed").touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
-                optimizer.zero_grad()
-                model(batch / SIZE).square().mean().backward()
-                optimizer.step()
-                with tempfile.TemporaryDirectory() as draft:
-                    checkpoint = None
-                    state = {"steps": steps, "model": model.state_dict(), "loader": midepoch.gather(loader)}
-                    if rank == 0:
-                        torch.save(state, Path(draft) / "state.pt")
-                        checkpoint = ray.train.Checkpoint.from_directory(draft)
-                    ray.train.report({"steps": steps}, checkpoint=checkpoint)
-                if steps == settings["stop_at"]:
-                    break
+    log = folder / f"log-{world_size}-{rank}-{os.getpid()}"
+    while loader.epoch < EPOCHS and steps < settings["stop_at"]:
+        for batch in loader:
+            steps += 1
+            time.sleep(settings["pause"])
+            jobs.note(log, [steps, rank, world_size, batch.tolist()])
+            if steps == settings["kill_at"] and rank == world_size - 1 and not (folder / "killed").exists():
+                (folder / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            model(batch / SIZE).square().mean().backward()
+            optimizer.step()
+            with tempfile.TemporaryDirectory() as draft:
+                checkpoint = None
+                state = {"steps": steps, "model": model.state_dict(), "loader": midepoch.gather(loader)}
+                if rank == 0:
+                    torch.save(state, Path(draft) / "state.pt")
+                    checkpoint = ray.train.Checkpoint.from_directory(draft)
+                ray.train.report({"steps": steps}, checkpoint=checkpoint)
+            if steps == settings["stop_at"]:
+                break
 
 
 def fit(folder: Path, workers: int | tuple[int, int], kill_at: int, stop_at: int, pause: float = 0.0) -> None:

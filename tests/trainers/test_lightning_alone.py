@@ -45,36 +45,25 @@ class StopsAt(Callback):
 class Case:
     """One interruption and its resume, without the callback."""
 
-    def __init__(self, folder: Path, train: Make, validation: Make | None = None, **settings: Any) -> None:
-        self.path, self.train, self.validation = folder / "saved.ckpt", train, validation
-        self.settings = {"module": Hooks, "exact": False, **settings}
-        self.whole: list[Any] = []
-        self.log: list[Any] = []
-        self.told: list[str] = []
-        self._fit(self.whole)
+    def __init__(self, folder: Path, train: Make, **settings: Any) -> None:
+        self.path, self.log, self.told, self.whole = folder / "saved.ckpt", list[Any](), list[str](), list[Any]()
+        self.settings = {"train": train, "module": Hooks, "exact": False, "told": [], **settings}
+        self.fit(self.whole)
 
-    def _fit(self, log: list[Any], **settings: Any) -> Any:
-        return fit(log, self.train, self.validation, **{"told": [], **self.settings, **settings})
+    def fit(self, log: list[Any], **more: Any) -> Any:
+        return fit(log, **{**self.settings, **more})
 
-    def cut(self, hook: str, at: int) -> bool:
-        """Save and stop at the n-th call of a hook; False if it is not called as often."""
-        self.log = []
-        try:
-            self._fit(self.log, callbacks=(Saver(hook, at, self.path),))
-        except Killed:
-            self._resume()
-            return True
-        return False
+    def cut(self, hook: str, at: int) -> None:
+        """Save and stop at the n-th call of a hook, and go on."""
+        self.log, self.told = [], []
+        with pytest.raises(Killed):
+            self.fit(self.log, callbacks=(Saver(hook, at, self.path),))
+        self.fit(self.log, checkpoint=self.path, told=self.told)
 
     def stop(self, **settings: Any) -> None:
         """Let the run end by itself, save, and go on with the other settings."""
-        self.log = []
-        self._fit(self.log, **settings).save_checkpoint(self.path)
-        self._resume()
-
-    def _resume(self) -> None:
-        self.told = []
-        self._fit(self.log, checkpoint=self.path, told=self.told)
+        self.fit(self.log, **settings).save_checkpoint(self.path)
+        self.fit(self.log, checkpoint=self.path, told=self.told)
 
     @property
     def exact(self) -> bool:
@@ -91,7 +80,7 @@ def test_a_resume_within_an_epoch_is_exact_and_told_once(settings: dict[str, Any
     batches = settings.get("limit_train_batches", 5)
     cuts = [at for at in range(1, 2 * batches) if at % batches]
     for at in cuts:
-        assert case.cut("on_train_batch_end", at)
+        case.cut("on_train_batch_end", at)
         assert case.exact and case.named, (at, case.told)
     assert len(cuts) >= 4
 
@@ -106,10 +95,7 @@ def test_nothing_is_told_where_nothing_resumes(tmp_path: Path) -> None:
 
 
 def saved_as(hook: str, at: int) -> Callable[[Case], None]:
-    def play(case: Case) -> None:
-        assert case.cut(hook, at)
-
-    return play
+    return lambda case: case.cut(hook, at)
 
 
 def ended_by(callback: Callable[[], Callback] | None = None, **settings: Any) -> Callable[[Case], None]:
@@ -160,18 +146,12 @@ def test_it_is_named_where_it_is_needed_and_mends_it(name: str, tmp_path: Path) 
     assert not mended.told
 
 
-# --- the scenarios of Lightning's own test of loaders that are saved and restored -------------------------------------
-
-
 def test_the_callback_is_found_where_it_is_one_of_the_users_own(tmp_path: Path) -> None:
     class Own(ExactResume):
         pass
 
-    log: list[Any] = []
-    told: list[str] = []
+    log, told = list[Any](), list[str]()
     run = functools.partial(fit, train=mapped, exact=False, told=told, max_epochs=2)
     run(log, max_steps=3, callbacks=(Own(),)).save_checkpoint(tmp_path / "saved.ckpt")
     run(log, checkpoint=tmp_path / "saved.ckpt", callbacks=(Own(),))
     assert len(log) == 10 and not told
-
-

@@ -13,6 +13,7 @@ import random
 import re
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -61,8 +62,7 @@ def exact(outcome: kills.Outcome, ranks: int) -> None:
 def test_killed_groups_lose_and_repeat_no_sample(
     asynchronous: bool, ranks: int, workers: int, together: int | None, tmp_path: Path
 ) -> None:
-    groups = 3 if ranks == 1 else 2
-    size = 400 if together is None else 1400
+    groups, size = 3 if ranks == 1 else 2, 300 if together is None else 1400
     outcome = kills.run_job(
         tmp_path, 2, 3, groups=groups, ranks=ranks, workers=workers, asynchronous=asynchronous, size=size,
         together=together, limit=100, points=("chosen", "allreduce", "voted"), settle=4,
@@ -78,7 +78,7 @@ def test_killed_groups_lose_and_repeat_no_sample(
 def test_a_lighthouse_that_is_killed_loses_no_sample(dead: int, outages: int, seed: int, tmp_path: Path) -> None:
     outcome = kills.run_job(
         tmp_path, dead, seed, groups=2 if outages == 1 else 3, outages=outages, asynchronous=bool(seed % 2),
-        size=400 if outages == 1 else 800, limit=120, points=("chosen", "allreduce", "voted"), settle=8,
+        size=300 if outages == 1 else 800, limit=120, points=("chosen", "allreduce", "voted"), settle=8,
     )  # fmt: skip
     exact(outcome, 2 if outages == 1 else 3)
     assert outcome.outages >= 1
@@ -178,6 +178,15 @@ class Managers:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return [self("group", store, rank=rank, world_size=2, **settings) for rank in range(2)]
 
+    def several(self, groups: int, **settings: Any) -> list[Manager]:
+        """The Managers of so many groups."""
+        return [self(f"group_{number}", **settings) for number in range(groups)]
+
+    def are_asking(self, groups: int) -> bool:
+        """Whether so many groups have asked for the next quorum."""
+        with urllib.request.urlopen(f"{self.address}/status", timeout=60) as page:
+            return f"[{groups}/" in page.read().decode()
+
     def close(self) -> None:
         for manager, _ in self._made:
             manager.shutdown(wait=False)
@@ -201,8 +210,8 @@ def pair() -> Iterator[Managers]:
     yield from _managers(2, patience=5000)
 
 
-def wrapped(size: int = 20, batch: int = 4, **options: Any) -> Loader:
-    source: Any = DataLoader(range(size), batch_size=batch)  # type: ignore[arg-type]
+def wrapped(size: int = 20, batch: int = 4, drop_last: bool = False, **options: Any) -> Loader:
+    source: Any = DataLoader(range(size), batch_size=batch, drop_last=drop_last)  # type: ignore[arg-type]
     settings: dict[str, Any] = {"seed": 1, "world": World(), "tail": "uneven", **options}
     return midepoch.wrap(source, **settings)
 
@@ -295,7 +304,10 @@ def test_what_trains_between_quorums_is_refused_by_name(managers: Managers, kind
 
 
 def test_what_cannot_be_fed_is_refused(managers: Managers) -> None:
-    manager = managers()
+    manager, fed_before = managers(), managers("fed")
+    feed(fed_before, wrapped())
+    with pytest.raises(MidepochError, match="call it once"):
+        feed(fed_before, wrapped())
     with pytest.raises(TypeError, match="and a wrapped loader, got a Manager and a list"):
         feed(manager, [[1], [2]])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="got a str and a Loader"):
@@ -321,24 +333,20 @@ def test_when_all_groups_have_died_others_go_on_from_disk(pair: Managers) -> Non
         alone = theirs("alone")
         batches = feed(alone, wrapped())
         each = iter(batches)
-        trained = []
+        before = []
         for _ in range(2):
-            trained += next(each).tolist()
+            before += next(each).tolist()
             assert alone.should_commit()
         saved = {"manager": alone.state_dict(), "data": batches.state_dict()}
         next(each)  # and dies
         theirs.close()
-    made = [pair(f"group_{number}") for number in range(2)]
-    groups = Groups(made, [wrapped() for _ in range(2)])
-    for other, fed in zip(made, groups.feeds, strict=True):
+    groups = Groups(pair.several(2), [wrapped() for _ in range(2)])
+    for other, fed in zip(groups.managers, groups.feeds, strict=True):
         other.load_state_dict(saved["manager"])
         fed.load_state_dict(saved["data"])
     groups.train(1)
-    assert not groups.errors
-    assert sorted([*trained, *(sample for rows in groups.rows for batch, w in rows if w for sample in batch)]) == list(
-        range(20)
-    )
-    assert [other.current_step() for other in made] == [4, 4]
+    assert sorted([*before, *trained(groups)]) == list(range(20))
+    assert [other.current_step() for other in groups.managers] == [4, 4]
 
 
 class Groups:
@@ -349,13 +357,14 @@ class Groups:
         self.rows: list[list[Any]] = [[] for _ in managers]
         self.errors: list[BaseException] = []
 
-    def train(self, epochs: int) -> None:
+    def train(self, epochs: int, fails: bool = False) -> None:
         threads = [threading.Thread(target=self._train, args=(number, epochs)) for number in range(len(self.feeds))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(300)
             assert not thread.is_alive()
+        assert bool(self.errors) is fails, self.errors
 
     def _train(self, number: int, epochs: int) -> None:
         batches: Feed = self.feeds[number]
@@ -370,11 +379,15 @@ class Groups:
             self.errors.append(error)
 
 
+def trained(groups: Groups) -> list[int]:
+    """The samples that count."""
+    return sorted(sample for rows in groups.rows for batch, weight in rows if weight for sample in batch)
+
+
 @pytest.mark.parametrize("options", [{}, {"tail": None, "global_batch": 8}])
 def test_a_group_without_samples_gets_a_batch_of_no_weight(pair: Managers, options: Any) -> None:
-    groups = Groups([pair(f"group_{number}") for number in range(2)], [wrapped(9, **options) for _ in range(2)])
+    groups = Groups(pair.several(2), [wrapped(9, **options) for _ in range(2)])
     groups.train(2)
-    assert not groups.errors
     first, second = sorted(groups.rows)
     assert first == [([0, 1, 2, 3], 1.0), ([8], 2.0)] * 2
     assert [second[0], second[2]] == [([4, 5, 6, 7], 1.0)] * 2
@@ -383,57 +396,36 @@ def test_a_group_without_samples_gets_a_batch_of_no_weight(pair: Managers, optio
 
 
 def test_drop_last_ends_the_epoch_for_all_groups(pair: Managers) -> None:
-    source: Any = DataLoader(range(21), batch_size=4, drop_last=True)  # type: ignore[arg-type]
-    loaders = [midepoch.wrap(source, seed=1, world=World(), tail="uneven") for _ in range(2)]
-    groups = Groups([pair(f"group_{number}") for number in range(2)], loaders)
+    groups = Groups(pair.several(2), [wrapped(21, drop_last=True) for _ in range(2)])
     groups.train(2)
-    assert not groups.errors
-    assert sorted(sample for rows in groups.rows for batch, weight in rows if weight for sample in batch) == sorted(
-        list(range(16)) * 2
-    )
-
-
-def test_a_manager_is_fed_once(managers: Managers) -> None:
-    manager = managers()
-    feed(manager, wrapped())
-    with pytest.raises(MidepochError, match="call it once"):
-        feed(manager, wrapped())
+    assert trained(groups) == sorted([*range(16)] * 2)
 
 
 def test_spares_follow_and_do_not_count(pair: Managers) -> None:
-    made = [pair(f"group_{number}", world_size_mode=WorldSizeMode.FIXED_WITH_SPARES) for number in range(2)]
-    groups = Groups(made, [wrapped(12) for _ in range(2)])
+    groups = Groups(pair.several(2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES), [wrapped(12) for _ in range(2)])
     groups.train(1)
-    assert not groups.errors
-    assert sorted(sample for rows in groups.rows for batch, weight in rows if weight for sample in batch) == list(
-        range(12)
-    )
+    assert trained(groups) == list(range(12))
     assert {weight for rows in groups.rows for _, weight in rows} == {0.0, 1.0}
 
 
-@pytest.mark.parametrize("differs", ["place", "batch size", "world"])
-def test_groups_at_two_places_are_told_before_they_train(pair: Managers, differs: str) -> None:
-    world = World(0, 2) if differs == "world" else World()
-    loaders = [wrapped(), wrapped(batch=5 if differs == "batch size" else 4, world=world)]
-    if differs == "place":
+@pytest.mark.parametrize("differs", ["place", "batch size", "world", "place in one group"])
+def test_other_places_are_told_before_anything_is_trained(pair: Managers, managers: Managers, differs: str) -> None:
+    within = differs == "place in one group"
+    loaders = [wrapped(), wrapped(batch=5 if differs == "batch size" else 4)]
+    if differs == "world":
+        loaders[1] = wrapped(world=World(0, 2))
+    if within:
+        loaders = [wrapped(world=World(rank, 2)) for rank in range(2)]
+    if "place" in differs:
         loaders[0].seek(position=4)
-    groups = Groups([pair(f"group_{number}") for number in range(2)], loaders)
+    groups = Groups(managers.group() if within else pair.several(2), loaders)
     before = [(state["epoch"], state["position"]) for state in (each.state_dict() for each in groups.feeds)]
-    groups.train(1)
+    groups.train(1, fails=True)
     assert [type(error) for error in groups.errors] == [MidepochError] * 2
-    assert "do not stand at one place" in str(groups.errors[0])
+    who = "processes of this group" if within else "groups"
+    assert all(f"the {who} do not stand at one place" in str(error) for error in groups.errors)
     # Not the whole states: which world the quorum found first is a race, and a state only informs of it.
     assert [(state["epoch"], state["position"]) for state in (each.state_dict() for each in groups.feeds)] == before
-    assert groups.rows == [[], []]
-
-
-def test_processes_of_one_group_at_two_places_raise(managers: Managers) -> None:
-    loaders = [wrapped(world=World(rank, 2)) for rank in range(2)]
-    loaders[1].seek(position=8)
-    groups = Groups(managers.group(), loaders)
-    groups.train(1)
-    assert [type(error) for error in groups.errors] == [MidepochError] * 2
-    assert all("the processes of this group do not stand at one place" in str(error) for error in groups.errors)
     assert groups.rows == [[], []]
 
 
@@ -460,22 +452,19 @@ def test_any_history_of_the_model_trains_each_sample_once(chance: random.Random)
     model.run(chance, 8)
 
 
-@pytest.mark.parametrize("seed", [300978, 302978, 307296])
-def test_lighthouses_that_come_back_lose_no_sample(seed: int) -> None:
-    """In these histories of the model, quorums had the number and the size of older ones, of other members."""
-    assert model.run(random.Random(seed), 8).commits
-
-
-@pytest.mark.parametrize("seed", [155, 169, 232])
-def test_gradients_of_two_steps_do_not_meet(seed: int) -> None:
-    """In these histories of the model, a quorum had the number of one whose vote failed, and the same members."""
-    assert model.run(random.Random(seed), 8, outages=0.5).commits
-
-
-@pytest.mark.parametrize("seed", [300, 1527, 2264])
-def test_a_process_that_was_not_healed_heals_no_other(seed: int) -> None:
-    """In these histories of the model, a group that joined then had its ranks at two places, and every vote failed."""
-    assert model.run(random.Random(seed), 8).behind
+@pytest.mark.parametrize(
+    ("seed", "outages", "what"),
+    [
+        # Quorums had the number and the size of older ones, of other members, as a lighthouse had come back.
+        *((seed, 0.1, "commits") for seed in (300978, 302978, 307296)),
+        # A quorum had the number of one whose vote failed, and the same members: gradients of two steps would meet.
+        *((seed, 0.5, "commits") for seed in (155, 169, 232)),
+        # A group that joined had its ranks at two places, so one that was not healed would heal another.
+        *((seed, 0.1, "behind") for seed in (300, 1527, 2264)),
+    ],
+)
+def test_histories_of_the_model_that_once_went_wrong(seed: int, outages: float, what: str) -> None:
+    assert getattr(model.run(random.Random(seed), 8, outages), what)
 
 
 # Each round: who takes part, who errs behind the all-reduce, who errs before it, and who dies before the vote.
@@ -522,7 +511,6 @@ def test_the_model_does_what_torchft_does(pair: Managers, asynchronous: bool, in
     for members, errs, silent, dead in HISTORY:
         for number in present - members:
             made[number][0].shutdown(wait=False)
-            time.sleep(1.5)  # until its heartbeats are missed
         for number in members - present:
             job.groups.append(model.Group(job, f"group_{number}", None))
             manager = pair(f"group_{number}", use_async_quorum=asynchronous, init_sync=init_sync)
@@ -534,9 +522,11 @@ def test_the_model_does_what_torchft_does(pair: Managers, asynchronous: bool, in
         rows.clear()
         acts = {number: (number, number in errs, number in silent, number in dead) for number in members}
         threads = {number: threading.Thread(target=act, args=told) for number, told in acts.items()}
-        for number in sorted(members, key=lambda number: number in present):  # who joins asks first
+        order = sorted(members, key=lambda number: number in present)  # who joins asks first
+        for asking, number in enumerate(order, 1):
             threads[number].start()
-            time.sleep(0.3 if number not in present else 0)
+            while number not in present and asking < len(order) and not pair.are_asking(asking):
+                time.sleep(0.01)
         for thread in threads.values():
             thread.join(300)
         assert sorted(rows) == sorted(job.trace), (members, errs)

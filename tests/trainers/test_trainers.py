@@ -9,8 +9,8 @@ import os
 import re
 import subprocess
 import sys
-import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +18,21 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 import torch.multiprocessing
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 import midepoch
-from midepoch import StateMismatchError
+from support import jobs
 from support.kill_examples import assert_went_on
-from support.places import ROOT
+from support.places import ROOT, TESTS
 
 dcp: Any = torch.distributed.checkpoint  # which does not say what it exports
-
-
-class Noisy(Dataset[dict[str, torch.Tensor]]):
-    def __init__(self, size: int = 22) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"x": torch.tensor([float(index), float(torch.rand(()))])}
 
 
 EXAMPLES = ROOT / "examples"
 
 
 def make(size: int = 22, batch_size: int = 2) -> midepoch.Loader:
-    return midepoch.wrap(DataLoader(Noisy(size), batch_size=batch_size, shuffle=True), seed=3)
+    return midepoch.wrap(DataLoader(jobs.Rows(size), batch_size=batch_size, shuffle=True), seed=3)
 
 
 def whole(epochs: int = 2, **settings: Any) -> list[Any]:
@@ -63,120 +52,49 @@ def head(loader: midepoch.Loader, batches: int) -> list[Any]:
     return [batch["x"].tolist() for batch in itertools.islice(endless, batches)]
 
 
-# --- Hugging Face Trainer ---------------------------------------------------------------------------------------------
-
-
-class Model(torch.nn.Module):
-    """Writes down what it is given."""
-
-    def __init__(self, seen: list[Any]) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-        self.seen = seen
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        self.seen.append(x.tolist())
-        return {"loss": self.layer(x / 22).square().mean()}
-
-
-def hugging_face(
-    folder: Path, seen: list[Any], loader: Any = None, resume: Any = None, stop_at: int = -1, **settings: Any
-) -> Any:
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    from midepoch.trainers.transformers import feed
-
-    class Stop(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
-        def on_step_end(self, arguments: Any, state: Any, control: Any, **keywords: Any) -> None:
-            control.should_training_stop = control.should_training_stop or state.global_step == stop_at
-
-    torch.manual_seed(0)
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder), num_train_epochs=2, save_strategy="steps", save_steps=1, report_to=[], use_cpu=True,
-        disable_tqdm=True, remove_unused_columns=False, learning_rate=0.1, **settings,
-    )  # fmt: skip
-    trainer = transformers.Trainer(model=Model(seen), args=arguments, callbacks=[Stop()])
-    feed(trainer, loader or make())
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
-
-
-@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.long), 3])
-def test_hugging_face_trainer(accumulate: int, tmp_path: Path) -> None:
-    expected: list[Any] = []
-    reference = hugging_face(tmp_path / "whole", expected, gradient_accumulation_steps=accumulate)
-    assert expected == whole()
-    steps = reference.state.global_step
-    for cut in sorted({1, 3, steps // 2 - 1, steps // 2, steps // 2 + 1, steps - 1}):
-        seen: list[Any] = []
-        folder = tmp_path / f"cut{cut}"
-        hugging_face(folder, seen, stop_at=cut, gradient_accumulation_steps=accumulate)
-        again = hugging_face(
-            folder, seen, resume=str(folder / f"checkpoint-{cut}"), gradient_accumulation_steps=accumulate
-        )
-        assert seen == expected, cut
-        assert again.state.global_step == steps
-        for one, two in zip(again.model.parameters(), reference.model.parameters(), strict=True):
-            assert torch.equal(one, two), f"weights differ after a cut at step {cut}"
-
-
-def test_hugging_face_trainer_on_another_split(tmp_path: Path) -> None:
-    hugging_face(tmp_path, [], stop_at=5)
-    with pytest.raises(StateMismatchError, match=r"an epoch had 11 batches .* but has 6 now"):
-        hugging_face(tmp_path, [], loader=make(batch_size=4), resume=str(tmp_path / "checkpoint-5"))
-    with pytest.raises(TypeError, match="feed takes a Trainer and a wrapped loader"):
-        from midepoch.trainers.transformers import feed
-
-        feed(make(), make())  # type: ignore[arg-type]
-
-
 # --- one line each ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cut", [0, 1, 7, 11, 14])
-def test_fabric(cut: int, tmp_path: Path) -> None:
+Carry = Callable[[Path, midepoch.Loader, midepoch.Loader], Any]
+
+
+def by_fabric(folder: Path, loader: midepoch.Loader, resumed: midepoch.Loader) -> None:
     fabric = pytest.importorskip("lightning").Fabric(accelerator="cpu")
-    loader = make()
-    before = head(loader, cut)
-    fabric.save(tmp_path / "checkpoint", {"loader": loader})
-    resumed = make()
-    fabric.load(tmp_path / "checkpoint", {"loader": resumed})
-    assert before + rest(resumed) == whole()
+    fabric.save(folder / "checkpoint", {"loader": loader})
+    fabric.load(folder / "checkpoint", {"loader": resumed})
 
 
-@pytest.mark.parametrize("cut", [0, 1, 7, 11, 14])
-def test_accelerate(cut: int, tmp_path: Path) -> None:
+def by_accelerate(folder: Path, loader: midepoch.Loader, resumed: midepoch.Loader) -> None:
     accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
-    loader = make()
-    accelerator.register_for_checkpointing(loader)
-    before = head(loader, cut)
-    accelerator.save_state(str(tmp_path))
-    other = accelerate.Accelerator(cpu=True)
-    resumed = make()
-    other.register_for_checkpointing(resumed)
-    other.load_state(str(tmp_path))
-    assert before + rest(resumed) == whole()
+    first, second = accelerate.Accelerator(cpu=True), accelerate.Accelerator(cpu=True)
+    first.register_for_checkpointing(loader)
+    first.save_state(str(folder))
+    second.register_for_checkpointing(resumed)
+    second.load_state(str(folder))
 
 
-@pytest.mark.parametrize("cut", [0, 1, 7, 11, 14])
-@pytest.mark.parametrize("background", [False, True])
-def test_distributed_checkpoint(background: bool, cut: int, tmp_path: Path) -> None:
-    loader = make()
+def by_distributed_checkpoint(folder: Path, loader: midepoch.Loader, resumed: midepoch.Loader) -> None:
+    dcp.save({"loader": loader}, checkpoint_id=str(folder / "checkpoint"))
+    dcp.load({"loader": resumed}, checkpoint_id=str(folder / "checkpoint"))
+
+
+def by_dcp_in_the_background(folder: Path, loader: midepoch.Loader, resumed: midepoch.Loader) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    try:
+        saving = dcp.async_save({"loader": loader}, checkpoint_id=str(folder / "checkpoint"))
+        head(loader, 2)  # training goes on meanwhile
+        saving.result()
+    finally:
+        torch.distributed.destroy_process_group()
+    dcp.load({"loader": resumed}, checkpoint_id=str(folder / "checkpoint"))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 11, 14])
+@pytest.mark.parametrize("by", [by_fabric, by_accelerate, by_distributed_checkpoint, by_dcp_in_the_background])
+def test_one_line_each(by: Carry, cut: int, tmp_path: Path) -> None:
+    loader, resumed = make(), make()
     before = head(loader, cut)
-    if background:
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-        try:
-            saving = dcp.async_save({"loader": loader}, checkpoint_id=str(tmp_path / "checkpoint"))
-            head(loader, 2)  # training goes on meanwhile
-            saving.result()
-        finally:
-            torch.distributed.destroy_process_group()
-    else:
-        dcp.save({"loader": loader}, checkpoint_id=str(tmp_path / "checkpoint"))
-    resumed = make()
-    dcp.load({"loader": resumed}, checkpoint_id=str(tmp_path / "checkpoint"))
+    by(tmp_path, loader, resumed)
     assert before + rest(resumed) == whole()
 
 
@@ -185,7 +103,7 @@ def checkpoint_process(rank: int, world_size: int, folder: Path, samples: Any) -
     store = f"file://{folder}/store{world_size}"
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     world = midepoch.World(rank, world_size)
-    loader = midepoch.wrap(DataLoader(Noisy(24), batch_size=6 // world_size, shuffle=True), seed=3, world=world)
+    loader = midepoch.wrap(DataLoader(jobs.Rows(24), batch_size=6 // world_size, shuffle=True), seed=3, world=world)
     if world_size == 2:
         samples.put(head(loader, 2))
         dcp.save({"loader": loader}, checkpoint_id=str(folder / "checkpoint"))
@@ -252,8 +170,8 @@ def run_apart(trainer: str, job: str, folder: Path, processes: int | None, *argu
     apart = Path(sys.prefix) / "trainers" / trainer
     if not apart.exists():
         pytest.skip(f"{trainer} is not installed: `make trainers` installs it, in a folder of its own, and runs this")
-    environment = {**os.environ, "PYTHONPATH": str(apart), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
-    environment = {"GLOO_SOCKET_IFNAME": "lo", "RAY_USAGE_STATS_ENABLED": "0", **environment}
+    path = os.pathsep.join(map(str, (apart, TESTS, *filter(None, [os.environ.get("PYTHONPATH")]))))
+    environment = jobs.environment(PYTHONPATH=path, NODE_RANK="0", RAY_USAGE_STATS_ENABLED="0")
     command = [sys.executable]
     if processes is not None:
         command += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
@@ -348,7 +266,7 @@ def restarts(folder: Path, ranks: int, **job: Any) -> list[int]:
     """The statuses of a job's ranks. Each step that all of them have read is compared with a job of one rank."""
     output = run_apart("inprocess", "inprocess_job.py", folder, None, str(ranks), json.dumps(job))
     statuses: list[int] = json.loads(output)
-    reference = midepoch.wrap(DataLoader(Noisy(90), batch_size=12, shuffle=True), seed=3, world=midepoch.World())
+    reference = midepoch.wrap(DataLoader(jobs.Rows(90), batch_size=12, shuffle=True), seed=3, world=midepoch.World())
     expected = [sorted(map(tuple, batch["x"].tolist())) for _ in range(2) for batch in reference]
     steps: dict[tuple[int, int], list[Any]] = {}
     for log in folder.glob("log-*"):
@@ -391,20 +309,18 @@ def test_an_in_process_restart_without_a_state_ends_the_job(tmp_path: Path) -> N
     assert not list(tmp_path.glob("log-*-2-*"))  # not a restart without end
 
 
-def test_the_example_of_in_process_restarts_loses_a_rank(tmp_path: Path) -> None:
+def test_the_example_of_in_process_restarts(tmp_path: Path) -> None:
+    """A rank is killed. The second start goes back to the checkpoint at 120, and trains on all that is left."""
     if not (apart := Path(sys.prefix) / "trainers" / "inprocess").exists():
         pytest.skip("nvidia-resiliency-ext is not installed: `make trainers` installs it, and runs this")
-    common = {**os.environ, "PYTHONPATH": str(apart), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    common |= {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "29611"}
+    world = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": jobs.free_port(), "PYTHONPATH": str(apart)}
     processes, said = [], [tmp_path / f"said-{rank}" for rank in range(3)]
     for rank, path in enumerate(said):
         command = [sys.executable, "-u", str(EXAMPLES / "inprocess_restart.py"), str(tmp_path)]
         with path.open("w") as file:
-            processes.append(subprocess.Popen(command, env={**common, "RANK": str(rank)}, stdout=file, stderr=file))
-    until = time.monotonic() + 300
-    while "up to 192" not in said[1].read_text():
-        assert time.monotonic() < until, said[1].read_text()[-2000:]
-        time.sleep(0.01)
+            environment = jobs.environment(**world, RANK=str(rank))
+            processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=file))
+    jobs.wait_for(lambda: "up to 192" in said[1].read_text(), processes[1])
     processes[1].kill()
     assert [process.wait(300) for process in processes] == [0, -9, 0], said[0].read_text()[-3000:]
     steps: dict[tuple[int, int, int], list[int]] = {}
@@ -412,12 +328,10 @@ def test_the_example_of_in_process_restarts_loses_a_rank(tmp_path: Path) -> None
         for found in re.finditer(r"start (\d), epoch (\d), up to (\d+): rank \d took (.*)", path.read_text()):
             start, epoch, position = map(int, found.groups()[:3])
             steps.setdefault((start, epoch, position), []).extend(json.loads(found[4]))
-    # The second start goes back with the weights to the checkpoint at 120, and trains on all that is left.
-    first = [steps[0, 0, position] for position in range(24, 121, 24)]
-    assert (0, 0, 144) in steps
-    rest = [steps[1, 0, position] for position in range(144, 601, 24)]
-    assert sorted(itertools.chain(*first, *rest)) == list(range(600))
-    assert sorted(itertools.chain(*(steps[1, 1, position] for position in range(24, 601, 24)))) == list(range(600))
+    for epoch, before in ((0, range(24, 121, 24)), (1, range(0))):
+        after = range(24 * len(before) + 24, 601, 24)
+        parts = [steps[0, epoch, each] for each in before] + [steps[1, epoch, each] for each in after]
+        assert sorted(itertools.chain(*parts)) == list(range(600))
 
 
 class Call:
@@ -453,7 +367,7 @@ def test_feed_of_in_process_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapper = types.SimpleNamespace(finalize=finalize)
     call: Any = Call(0, wrapper)
     others = set(multiprocessing.active_children())
-    loader = midepoch.wrap(DataLoader(Noisy(12), batch_size=1, num_workers=1), seed=3)
+    loader = midepoch.wrap(DataLoader(jobs.Rows(12), batch_size=1, num_workers=1), seed=3)
     feed(call, loader)
     each = iter(loader)
     assert next(each)["x"][0, 0] == 1
@@ -483,15 +397,15 @@ def test_feed_of_in_process_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing but a RestartAbort ends the restarts.
     with pytest.raises(abort, match="feed takes a CallWrapper and a wrapped loader, got a NoneType and a Loader"):
         feed(None, loader)
-    stated = midepoch.wrap(DataLoader(Noisy(12), batch_size=1), seed=3, world=midepoch.World(0, 4))
+    stated = midepoch.wrap(DataLoader(jobs.Rows(12), batch_size=1), seed=3, world=midepoch.World(0, 4))
     with pytest.raises(abort, match=r"wrapped with world= rank 0 of 4, and this process is rank 0 of the 2.*pass"):
         feed(call, stated)
     assert next(iter(stated))["x"][0, 0] == 0
     feed(call, stated, world=midepoch.World(1, 2))
     stated.load_state_dict(state)
     assert next(iter(stated))["x"][0, 0] == 4
-    sampler: DistributedSampler[Any] = DistributedSampler(Noisy(12), num_replicas=3, rank=0)
-    sharded = midepoch.wrap(DataLoader(Noisy(12), batch_size=1, sampler=sampler), seed=3)
+    sampler: DistributedSampler[Any] = DistributedSampler(jobs.Rows(12), num_replicas=3, rank=0)
+    sharded = midepoch.wrap(DataLoader(jobs.Rows(12), batch_size=1, sampler=sampler), seed=3)
     with pytest.raises(abort, match="sampler is for rank 0 of 3"):
         feed(call, sharded)
 
@@ -507,8 +421,3 @@ def test_whatever_asks_for_torchs_stateful() -> None:
     fresh, later = loader.state_dict(), make()
     head(later, 3)
     assert fresh.keys() == later.state_dict().keys(), "DCP loads by the keys of a fresh object"
-
-
-def test_no_trainer_is_imported_by_midepoch() -> None:
-    code = "import midepoch, sys; print(sorted({'lightning', 'transformers', 'accelerate'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -30,8 +30,7 @@ from torchft.optim import OptimizerWrapper
 
 import midepoch
 from midepoch.trainers.torchft import Feed, feed
-
-POINTS = ("quorum", "chosen", "allreduce", "voted", "healing", "sending", "first quorum")
+from support import jobs
 
 
 @dataclass
@@ -120,14 +119,13 @@ def group_store(job: Job) -> TCPStore:
     told, timeout = Path(job.store), timedelta(seconds=20)
     if not job.rank:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        draft = told.with_suffix(".draft")
-        draft.write_text(str(store.port))
-        draft.replace(told)
+        jobs.note(told, store.port)
         return store
     until = time.monotonic() + timeout.total_seconds()
-    while not told.exists() and time.monotonic() < until:
+    while not jobs.noted(told) and time.monotonic() < until:
         time.sleep(0.005)
-    return TCPStore("127.0.0.1", int(told.read_text()), is_master=False, wait_for_workers=False, timeout=timeout)
+    (port,) = jobs.noted(told)
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def train(job: Job) -> None:
@@ -160,25 +158,24 @@ def train(job: Job) -> None:
         quorum_retries=20,
     )  # fmt: skip
     optimizer = OptimizerWrapper(manager, Counts(counts, wrong, lambda: death("voted")))
-    with (folder / f"log-{job.group}-{job.rank}-{os.getpid()}").open("w", buffering=1) as log:
-        for gradient, where in (_fed if job.sampler is None else _sampled)(job, manager, optimizer, death, load):
-            time.sleep(job.pause)
-            if job.ranks > 1:
-                torch.distributed.all_reduce(gradient)
-                gradient /= job.ranks
-            counts.grad = gradient
-            work = manager.allreduce(counts.grad)
-            death("allreduce", 0.001)
-            work.wait()
-            step = manager.current_step()
-            optimizer.step()
-            done = manager.current_step() > step
-            place = where()
-            who = manager.participating_rank(), manager.num_participants()
-            log.write(json.dumps([manager.current_step(), done, who, [place["epoch"], place["position"]], time.time()]))
-            log.write("\n")
-            if done and manager.participating_rank() == 0 and job.rank == 0:
-                _save(folder / "saved.pt", {"model": state(), "manager": manager.state_dict(), "data": place})
+    log = folder / f"log-{job.group}-{job.rank}-{os.getpid()}"
+    for gradient, where in (_fed if job.sampler is None else _sampled)(job, manager, optimizer, death, load):
+        time.sleep(job.pause)
+        if job.ranks > 1:
+            torch.distributed.all_reduce(gradient)
+            gradient /= job.ranks
+        counts.grad = gradient
+        work = manager.allreduce(counts.grad)
+        death("allreduce", 0.001)
+        work.wait()
+        step = manager.current_step()
+        optimizer.step()
+        done = manager.current_step() > step
+        place = where()
+        who = manager.participating_rank(), manager.num_participants()
+        jobs.note(log, [manager.current_step(), done, who, [place["epoch"], place["position"]], time.time()])
+        if done and manager.participating_rank() == 0 and job.rank == 0:
+            _save(folder / "saved.pt", {"model": state(), "manager": manager.state_dict(), "data": place})
     torch.save({"counts": counts.detach(), "wrong": wrong}, folder / f"counts-{job.group}-{job.rank}.pt")
 
 
@@ -247,14 +244,10 @@ def _sampled(job: Job, manager: Manager, optimizer: Any, death: Death, load: Cal
 
 def _watch(batches: Feed, death: Death) -> None:
     """Die within a quorum, or when it is known and no batch was chosen."""
-    quorum, take, first = batches._start_quorum, batches._take, [True]
+    quorum, take, points = batches._start_quorum, batches._take, iter(["first quorum"])
 
     def start_quorum() -> None:
-        if first:
-            first.clear()
-            death("first quorum", 0.003)
-        else:
-            death("quorum", 0.003)
+        death(next(points, "quorum"), 0.003)
         quorum()
 
     def chosen() -> Any:

@@ -6,9 +6,7 @@ what its place says. `tests/trainers/test_torchft.py` compares the model with to
 
 from __future__ import annotations
 
-import argparse
 import random
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,18 +88,8 @@ class Lighthouse:
             sources = {m: sound[(number + rank) % len(sound)] for number, m in enumerate(behind)}
             for number, member in enumerate(members):
                 place = counting.index(member) if member in counting else None
-                told[member].append(
-                    Quorum(
-                        self.quorum_id,
-                        number,
-                        len(members),
-                        highest,
-                        place,
-                        len(counting),
-                        sources.get(member),
-                        members,
-                    )
-                )
+                found = (self.quorum_id, number, len(members), highest, place, len(counting), sources.get(member))
+                told[member].append(Quorum(*found, members))
         return told
 
 
@@ -492,23 +480,3 @@ def run(chance: random.Random, steps: int, outages: float = 0.1) -> Job:
     for _ in range(steps):
         job.step()
     return job
-
-
-def main() -> None:
-    """``torchft_model.py --seed 1 --histories 1000``: run histories of eight steps, and print what was in them."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--seed", type=int, default=1, help="of the first history; each has the next one")
-    parser.add_argument("--histories", type=int, default=1000)
-    parser.add_argument("--outages", type=float, default=0.1, help="how likely the lighthouse dies in a step")
-    given = parser.parse_args()
-    total: Counter[str] = Counter()
-    for number in range(given.seed, given.seed + given.histories):
-        job = run(random.Random(number), 8, given.outages)
-        total.update(histories=1, kills=job.kills, votes=job.commits, behind=job.behind)
-        if not total["histories"] % 1000:
-            print(f"up to seed {number}: {dict(total)}", flush=True)
-    print(dict(total))
-
-
-if __name__ == "__main__":
-    main()

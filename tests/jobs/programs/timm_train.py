@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import midepoch
-from synthetic import Pictures
+from synthetic import AverageMeter, Pictures
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=3)
@@ -44,7 +44,7 @@ class Mixup:
 
 
 class Prepare:
-    """Work on a whole batch: to the device, normalised, erased here and there, mixed."""
+    """Work on a whole batch: normalised, erased here and there, mixed."""
 
     def __init__(self, mixup_fn: Mixup | None) -> None:
         self.mixup_fn = mixup_fn
@@ -63,9 +63,6 @@ class PrefetchLoader:
 
     def __init__(self, loader: DataLoader[Any], prepare: Callable[[Any], Any]) -> None:
         self.loader, self.prepare, self.sampler = loader, prepare, loader.sampler
-
-    def __len__(self) -> int:
-        return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         ready: list[Any] = []
@@ -120,31 +117,6 @@ class ModelEma(nn.Module):
             mine.lerp_(theirs, 1 - self.decay)
 
 
-class CheckpointSaver:
-    """Keeps the model of the latest epoch and that of the best one."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer, self.best = model, optimizer, math.inf
-
-    def save_checkpoint(self, epoch: int, metric: float) -> None:
-        state = {"epoch": epoch, "state_dict": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        torch.save(state, "last.pth.tar")
-        if metric < self.best:
-            self.best = metric
-            torch.save(state, "model_best.pth.tar")
-
-
-class AverageMeter:
-    def __init__(self) -> None:
-        self.avg = self.sum = 0.0
-        self.count = 0
-
-    def update(self, val: float, n: int = 1) -> None:
-        self.sum += val * n
-        self.count += n
-        self.avg = self.sum / self.count
-
-
 def main() -> None:
     args = parser.parse_args()
     args.world_size, args.rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -163,22 +135,21 @@ def main() -> None:
     loader_eval = create_loader(Pictures(24, train=False), args, False, Prepare(None))
     updates_per_epoch = (len(loader) + args.grad_accum_steps - 1) // args.grad_accum_steps
     scheduler = CosineLRScheduler(optimizer, args.lr, args.epochs * updates_per_epoch)
-    saver = CheckpointSaver(net, optimizer) if args.rank == 0 else None
     args.snapshot = midepoch.Snapshot("run.pt", every=3, model=net, opt=optimizer, lr=scheduler, ema=ema, data=loader)
     for epoch in args.snapshot.epochs(args.epochs):
         if args.distributed:
             loader.sampler.set_epoch(epoch)
-        train_metrics = train_one_epoch(epoch, model, loader, optimizer, args, scheduler, ema, mixup_fn)
-        eval_metrics = validate(ema.module, loader_eval, args)
-        scheduler.step(epoch + 1, eval_metrics["loss"])
-        if saver is not None:
-            saver.save_checkpoint(epoch, metric=eval_metrics["loss"])
-            print(f"epoch {epoch}: train {train_metrics['loss']:.5f}, eval {eval_metrics['loss']:.5f}")
+        train_loss = train_one_epoch(epoch, model, loader, optimizer, args, scheduler, ema, mixup_fn)
+        eval_loss = validate(ema.module, loader_eval, args)
+        scheduler.step(epoch + 1, eval_loss)
+        if args.rank == 0:
+            torch.save({"epoch": epoch, "state_dict": net.state_dict()}, "last.pth.tar")
+            print(f"epoch {epoch}: train {train_loss:.5f}, eval {eval_loss:.5f}")
 
 
 def train_one_epoch(
     epoch: int, model: Any, loader: Any, optimizer: Any, args: Any, scheduler: Any, ema: Any, mixup_fn: Any
-) -> Any:
+) -> float:
     if epoch >= args.mixup_off_epoch:
         mixup_fn.mixup_alpha = 0.0
     losses_m = AverageMeter()
@@ -202,22 +173,18 @@ def train_one_epoch(
             print(f"Train: {epoch} [{update_idx}/{updates_per_epoch}] Loss: {losses_m.avg:.5f}")
         scheduler.step_update(num_updates=epoch * updates_per_epoch + update_idx + 1)
         args.snapshot.step()
-    return {"loss": losses_m.avg}
+    return losses_m.avg
 
 
-def validate(model: Any, loader: Any, args: Any) -> Any:
+@torch.no_grad()
+def validate(model: Any, loader: Any, args: Any) -> float:
     losses_m = AverageMeter()
     model.eval()
-    with torch.no_grad():
-        for batch_idx, (input, target) in enumerate(loader):
-            losses_m.update(F.cross_entropy(model(input), target).item(), input.size(0))
-            if batch_idx % args.log_interval == 0:
-                print(f"Test: [{batch_idx}/{len(loader) - 1}] Loss: {losses_m.avg:.5f}")
+    for input, target in loader:
+        losses_m.update(F.cross_entropy(model(input), target).item(), input.size(0))
     if args.distributed:
-        total = torch.tensor([losses_m.sum, losses_m.count], dtype=torch.float64)
-        dist.all_reduce(total)
-        losses_m.avg = float(total[0] / total[1])
-    return {"loss": losses_m.avg}
+        losses_m.all_reduce()
+    return losses_m.avg
 
 
 if __name__ == "__main__":

@@ -1,0 +1,141 @@
+"""What job programs and the tests that start them share: data, logs that outlive a kill, ranks, torchrun, waiting."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from support import forking
+
+# What jobs import sooner or later; the first optimizer imports the second, in a second and a half. With one list for
+# all, jobs of several files are forked from one process.
+MODULES = ("torch.distributed.run", "torch._dynamo", "torch.distributed.fsdp", "support.sources")
+LIGHTNING = ("lightning", "torchdata.stateful_dataloader", "support.sources")
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def drawn(index: int) -> torch.Tensor:
+    return torch.tensor([float(index), float(torch.rand(()))])
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Sample i is (i, a number that torch draws)."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return drawn(index)
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """The same, under the name that a model takes it by."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": drawn(index)}
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """The same, by somebody's iterable, which knows nothing of ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return map(drawn, range(self.size))
+
+
+class Layer(torch.nn.Module):
+    """A model that Hugging Face's Trainer takes; `see` gets each batch."""
+
+    def __init__(self, see: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.see = see
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.see(x)
+        return {"loss": self.layer(x / 20).square().mean()}
+
+
+# --- what was done ----------------------------------------------------------------------------------------------------
+
+
+def note(path: Path, event: Any) -> None:
+    """Add a line to a file, in the kernel at once: it is there even if the next instruction is a kill."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(file, (json.dumps(event) + "\n").encode())
+    os.close(file)
+
+
+def noted(path: Path) -> list[Any]:
+    """The events of a file, none where it is not there."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def environment(**own: str) -> dict[str, str]:
+    """This process's, without a world, and with gloo on this machine."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    common = {name: value for name, value in os.environ.items() if name not in names}
+    return {**common, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **own}
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return str(found.getsockname()[1])
+
+
+def ranks(commands: Sequence[Sequence[str | Path]], distributed: bool = True, **options: Any) -> list[forking.Program]:
+    """A process for each command, which are the ranks of one world, as if a launcher had started them."""
+    port, size = free_port(), str(len(commands))
+    world = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": size} if distributed else {}
+    started = []
+    for rank, command in enumerate(commands):
+        own = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} if distributed else {}
+        started.append(forking.Program(command, env=environment(**own), **{"modules": MODULES, **options}))
+    return started
+
+
+def torchrun(
+    processes: int, command: Sequence[str | Path], options: Sequence[str] = (), **settings: Any
+) -> forking.Program:
+    """torchrun on this machine, whose workers are forked too."""
+    # Restarted workers must not find the addresses of those before them, as they would in the agent's store.
+    own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    own["PYTHON_EXEC"] = forking.executable(*MODULES)
+    meets = () if any("rdzv-endpoint" in each for each in options) else ("--rdzv-endpoint=localhost:0",)
+    launcher = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", *meets, *options, f"--nproc-per-node={processes}"]
+    return forking.Program([*launcher, *command], modules=MODULES, env=environment(**own), merged=True, **settings)
+
+
+def wait_for(condition: Callable[[], Any], process: Any, seconds: float = 300) -> Any:
+    """What `condition` returns once that is true. Raises AssertionError where the process has ended before."""
+    until = time.monotonic() + seconds
+    while not (found := condition()):
+        assert process.poll() is None, f"it has ended: {process.communicate(30)}"
+        assert time.monotonic() < until, f"nothing happened in {seconds} s"
+        time.sleep(0.01)
+    return found

@@ -1,0 +1,157 @@
+"""Hugging Face's Trainer with feed: cut between steps, in a step by a signal, and by an exception."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import transformers.trainer
+
+import midepoch
+from midepoch import MidepochWarning, StateError, StateMismatchError
+from midepoch.trainers.transformers import feed
+from support import jobs, sources
+
+
+def make(batch_size: int = 2) -> midepoch.Loader:
+    return midepoch.wrap(DataLoader(jobs.Rows(22), batch_size=batch_size, shuffle=True), seed=3)
+
+
+def fed(
+    folder: Path, seen: list[Any], loader: Any = None, at: int = -1, act: Callable[[Any], None] | None = None,
+    **settings: Any,
+) -> Any:  # fmt: skip
+    """A Trainer. `act`: what it does when its model has seen `at` batches."""
+
+    def see(batch: torch.Tensor) -> None:
+        seen.append(batch.tolist())
+        if act is not None and len(seen) == at:
+            act(trainer)
+
+    torch.manual_seed(0)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), num_train_epochs=2, report_to=[], use_cpu=True, disable_tqdm=True,
+        remove_unused_columns=False, learning_rate=0.1, save_strategy="no", **settings,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=jobs.Layer(see), args=arguments)
+    feed(trainer, loader or make())
+    return trainer
+
+
+def same_weights(one: Any, two: Any) -> bool:
+    return all(map(torch.equal, one.model.parameters(), two.model.parameters()))
+
+
+class Stop(transformers.TrainerCallback):
+    """Ends a run after so many steps, and has it saved; unlike max_steps, this leaves its learning rates alone."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+        if state.global_step == self.steps:
+            control.should_training_stop = control.should_save = True
+
+
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.long), 3])
+def test_cut_between_steps(accumulate: int, tmp_path: Path) -> None:
+    whole, theirs = list[Any](), vars(transformers.trainer)["skip_first_batches"]
+    settings: dict[str, Any] = {"gradient_accumulation_steps": accumulate}
+    reference = fed(tmp_path, whole, **settings)
+    reference.train()
+    assert whole == [batch["x"].tolist() for loader in [make()] for _ in range(2) for batch in loader]
+    steps = reference.state.global_step
+    for cut in sorted({1, steps // 2 - 1, steps // 2, steps // 2 + 1, steps - 1}):
+        seen: list[Any] = []
+        first = fed(tmp_path, seen, **settings)
+        first.add_callback(Stop(cut))
+        first.train()
+        again = fed(tmp_path, seen, **settings)
+        again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{cut}"))
+        assert (seen, again.state.global_step) == (whole, steps), cut
+        assert same_weights(again, reference), f"weights differ after a cut at step {cut}"
+        assert vars(transformers.trainer)["skip_first_batches"] is theirs
+
+
+def test_another_split_and_another_argument_are_refused(tmp_path: Path) -> None:
+    first = fed(tmp_path, [])
+    first.add_callback(Stop(5))
+    first.train()
+    with pytest.raises(StateMismatchError, match=r"an epoch had 11 batches .* but has 6 now"):
+        fed(tmp_path, [], make(batch_size=4)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    with pytest.raises(TypeError, match="feed takes a Trainer and a wrapped loader"):
+        feed(make(), make())  # type: ignore[arg-type]
+
+
+def signalled(trainer: Any) -> None:
+    """As by a cluster with enable_jit_checkpoint, without the pause that is meant for one."""
+    managers = [getattr(each, "jit_manager", None) for each in trainer.callback_handler.callbacks]
+    manager = next(each for each in managers if each is not None)
+    signal.signal(signal.SIGTERM, lambda *_: manager._enable_checkpoint())
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_checkpoint_in_the_middle_of_a_step(accumulate: int, tmp_path: Path) -> None:
+    """What was read for this step is given again."""
+    whole: list[Any] = []
+    settings: dict[str, Any] = {"gradient_accumulation_steps": accumulate, "enable_jit_checkpoint": True}
+    reference = fed(tmp_path, whole, **settings)
+    reference.train()
+    for at in (2, 9, 14):
+        seen, again, folder = list[Any](), list[Any](), tmp_path / f"at{at}"
+        fed(folder, seen, at=at, act=signalled, **settings).train()
+        resumed = fed(folder, again, **settings)
+        resumed.train(resume_from_checkpoint=str(next(folder.glob("checkpoint-*"))))
+        assert len(again) > len(whole) - at and seen[: len(whole) - len(again)] + again == whole, at
+        assert same_weights(resumed, reference)
+
+
+class Failing(sources.Counter):
+    """A source with a state of its own, which fails at a batch."""
+
+    def __init__(self, bad: int = -1) -> None:
+        super().__init__(5)
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in super().__iter__():
+            if each == self.bad:
+                raise RuntimeError("the disk is gone")
+            yield {"x": torch.tensor([[0.0, float(each)]])}
+
+
+def fail(trainer: Any) -> None:
+    raise ValueError("the user's own")
+
+
+def save_after(trainer: Any, error: Any, told: str) -> None:
+    """By a program that calls what the Trainer itself calls to save."""
+    with pytest.raises(error), pytest.warns(MidepochWarning, match=told):
+        try:
+            trainer.train()
+        finally:
+            trainer._save_checkpoint(trainer.model, trial=None)
+
+
+def test_a_checkpoint_after_an_exception(tmp_path: Path) -> None:
+    told = r"the state of 1 batches ago is not known .*The present state is saved.*pass remember=1"
+    save_after(fed(tmp_path / "step", [], midepoch.wrap(Failing()), 3, fail), ValueError, told)
+    seen: list[Any] = []
+    fed(tmp_path / "step", seen, midepoch.wrap(Failing())).train(resume_from_checkpoint=True)
+    assert [each[0][1] for each in seen] == [3, 4, 0, 1, 2, 3, 4], "all but the batch whose step failed"
+    save_after(fed(tmp_path / "source", [], midepoch.wrap(Failing(3))), RuntimeError, "no state of the Failing, bec")
+    with pytest.raises(StateError, match="left the loader's state unknown: resume from an earlier one"):
+        fed(tmp_path / "source", [], midepoch.wrap(Failing())).train(resume_from_checkpoint=True)
