@@ -63,6 +63,7 @@ class SampledAdapter(Adapter):
             seed=None if pipeline.seed is None else pipeline.seed % (1 << 64),
             world=feed.world,
             departs=None,
+            order=feed.order,
         )
 
     def _check_graph(self, pipeline: Any, feed: Feed) -> None:

@@ -104,6 +104,7 @@ class FFCVAdapter(Adapter):
             # With these arguments FFCV itself needs the same seed on every rank. Otherwise it may have drawn one.
             seed_is_shared=source.distributed and isinstance(source.traversal_order, parts().Random),
             departs=frozenset({"order", "traces"}),
+            order=self._order,
         )
         self._kinds = {kind_in_use(operation) for operation in self._operations()}
         self._mixes = "mix" in self._kinds

@@ -40,8 +40,11 @@ class IndexedAdapter(Adapter):
         self._order = order_of(pipeline, index.counts)
         if index.size and not self._order.size:
             raise SourceError("no shard with a weight above 0 has samples: check the weights and the shards")
-        self.facts = Facts(batch_size=pipeline.batch_size or 1, drop_last=pipeline.drop_last, seed=pipeline.seed)
         self._limit = pipeline.limit
+        self.facts = Facts(
+            batch_size=pipeline.batch_size or 1, drop_last=pipeline.drop_last, seed=pipeline.seed,
+            order=self._order if self._limit is None else None,
+        )  # fmt: skip
         # An epoch ends where with_epoch says, so the state must say where it began.
         self._counted = self._limit is not None and self._limit.units is not None
         self._reader = IndexedReader(index, self._order, pipeline, keys, options.streams)

@@ -97,7 +97,7 @@ def described(loader: Loader, reading: Reading) -> dict[str, Any]:
     """From what a session's batches follow: the state at its beginning, and how the ranks share the rest."""
     run, adapter = reading.run, loader._progress.context.adapter
     facts, skipped, holes = adapter.facts, run.skipped or Holes(), run.holes or Holes()
-    if not (can := adapter.stated_promises.skips):
+    if not (can := adapter.stated_promises.skips) and facts.order is None:
         return {"unknown": can.reason}
     try:
         omit = text_of_omit({run.epoch: skipped}, run.epoch, holes)

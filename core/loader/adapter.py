@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, final
 
 from ..errors import StateCorruptError, StateMismatchError, warn
+from ..order import Order
 from ..order.holes import Holes
 from ..randomness.owned import find_generators
 from ..state.format import State
@@ -52,6 +53,7 @@ class Facts:
             the "order" of its samples if that is drawn; the "tail", where batches that are not full lie; the "ranks"
             that get a sample; the "traces" that its package leaves in it. The law `transparent` compares all else.
             None: it cannot be read by itself.
+        order: that positions follow, of a source that cannot skip; None if it can, or its order is not computed.
         stated_size: of an epoch in a world, as the source's own len() says it, which trainers count by; None, or if it
             returns that: as many as there are.
     """
@@ -67,6 +69,7 @@ class Facts:
     remembers: bool = True
     reads_any_span: bool = False
     departs: frozenset[str] | None = frozenset({"order"})
+    order: Order | None = None
     stated_size: Callable[[int, World], int | None] | None = None
 
 

@@ -86,6 +86,9 @@ class Source:
             MidepochError: the run had another source, or its samples have no indices.
         """
         with self._open(entry, 0)[0] as loader:
+            if (order := loader._adapter.facts.order) is not None:
+                epoch = order.epoch(entry["seed"], entry["epoch"])
+                return [[index] for index in epoch[0 : order.size].tolist()]
             samples = loader._adapter.samples(entry["seed"], entry["epoch"])
             if samples is None:
                 raise UnsupportedSourceError(f"the samples of {self._target} have no indices: name another loader")

@@ -101,7 +101,8 @@ def _order(entry: Entry, source: Source | None) -> Order | None:
         order = None
     if order is None and source is None:
         raise UnsupportedSourceError(
-            f"the order of {entry['loader']} is that of its sampler, and no ledger has it: pass --source MODULE:LOADER"
+            f"the order of {entry['loader']} is its sampler's or its source's, which no ledger has: pass --source "
+            "MODULE:LOADER"
         )
     return order
 
