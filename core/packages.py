@@ -40,13 +40,10 @@ class Package:
         # An unknown version was not tested either.
         if not here or here[: len(first)] < first or here[: len(last)] > last:
             warn(
-                f"midepoch uses private parts of {self.name}, tested with {self._range()} only, but "
-                f"{self.version} is installed: {self.cure}, or run midepoch.testing.check_resumable on your source",
+                f"midepoch uses private parts of {name}, tested with versions {' to '.join(dict.fromkeys(tested))} "
+                f"only, but {self.version} is installed: {self.cure}, or run midepoch.testing.check_resumable on your "
+                "source"
             )
-
-    def _range(self) -> str:
-        first, last = self.tested
-        return f"versions {first}" if first == last else f"versions {first} to {last}"
 
     def check_age(self, first: str) -> None:
         """Check that the installed version is not older than `first`, such as "1.0". One that is unknown is not.

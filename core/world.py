@@ -205,12 +205,9 @@ class Share:
     def _rest(self) -> tuple[int, int]:
         """(offset, count): this rank's units in the last, incomplete step."""
         rest = (self.size - self.start) % self.global_batch
-        world_size, rank = self.world.world_size, self.world.rank
-        if self.tail == "drop":
-            share = rest // world_size
-        else:
-            share = -(-rest // world_size)
-        first = rank * share
+        world_size = self.world.world_size
+        share = rest // world_size if self.tail == "drop" else -(-rest // world_size)
+        first = self.world.rank * share
         if self.tail == "uneven":
             share = max(0, min(share, rest - first))
         return first, share

@@ -27,14 +27,7 @@ from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
 from ..samplers import length_of
 from ..world import MicroShare
-from .private import (
-    attributes_of_torch,
-    end_early_workers,
-    gives_its_own,
-    is_iterator,
-    iterating_by,
-    plain_loader,
-)
+from .private import attributes_of_torch, end_early_workers, gives_its_own, is_iterator, iterating_by, plain_loader
 
 __all__ = ["Around", "loaders_in"]
 
@@ -252,8 +245,7 @@ class _AroundSession(Session):
         self._asked = self._handed = self._begun = 0
         self._ahead: int | None = None
         self._ready: deque[Any] = deque()  # at most one batch, read before the object asks for it
-        self._inside_ended = False
-        self._error: Exception | None = None  # of the session inside, raised behind the batches from before it
+        self._inside_end: Exception | None = None  # StopIteration, or an error, raised after the batches before it
         self._broken: SourceError | None = None  # what it does that is not one for one
         self._late: Exception | None = None  # of the object's own, behind its last batch
         self._end: Exception | None = None  # what follows the batches
@@ -352,7 +344,7 @@ class _AroundSession(Session):
             return next(self._iterator)
         except RuntimeError as error:
             # A generator that counts to the end of a whole pass has asked for more than was left of it.
-            if self._stop is not None and error.__cause__ is self._stop and (self._error or self._run.position):
+            if self._stop is not None and error.__cause__ is self._stop and (self._failed or self._run.position):
                 raise StopIteration from None
             raise
         finally:
@@ -367,17 +359,21 @@ class _AroundSession(Session):
 
     def _fetch(self) -> None:
         """Have the next batch inside ready, if there is one."""
-        if self._ready or self._inside_ended or self._error is not None:
+        if self._ready or self._inside_end is not None:
             return
         if self._keeps:
             self._kept[self._asked] = self._bookmark_inside() if self._asked else None, self._inner.position_correction
         try:
             self._ready.append(self._inner.take())
-        except StopIteration:
-            self._inside_ended = True
-            self._kept.pop(self._asked, None)
-        except Exception as error:  # noqa: BLE001  # raised behind what the object still hands out
-            self._error = error
+        except Exception as end:  # noqa: BLE001  # raised after what the object still hands out
+            self._inside_end = end
+            if not self._failed:
+                self._kept.pop(self._asked, None)
+
+    @property
+    def _failed(self) -> bool:
+        """Whether the session inside has raised an error."""
+        return self._inside_end is not None and not isinstance(self._inside_end, StopIteration)
 
     def _begin(self) -> InnerIterator:
         """The object begins to iterate the loader inside."""
@@ -417,8 +413,7 @@ class _AroundSession(Session):
             self._keeps = self._marked or (self._keeps and ahead > 0)
         if ahead != self._ahead:
             self._fetch()  # it may know by their number that there are no more
-        at_end = self._inside_ended or self._error is not None
-        if ahead < 0 or ahead > self._ahead or (ahead < self._ahead and not at_end):
+        if ahead < 0 or ahead > self._ahead or (ahead < self._ahead and self._inside_end is None):
             raise self._break(f"has handed out {self._handed} batches, and asked for {self._asked} inside")
         for number in [number for number in self._kept if number < self._handed]:
             del self._kept[number]
@@ -436,8 +431,8 @@ class _AroundSession(Session):
     def _what_follows(self, error: Exception | None) -> Exception:
         """What its end means. `error`: with which it ended."""
         self._fetch()
-        if self._broken is not None or self._error is not None:
-            return self._broken or self._error or StopIteration()
+        if self._broken is not None or self._failed:
+            return self._broken or self._inside_end or StopIteration()
         if self._ready:
             return self._break(f"ended after {self._handed} batches, and the loader inside has more")
         if self._asked != self._handed:

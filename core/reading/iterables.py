@@ -8,21 +8,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from ..attributes import directly_held
-from ..errors import (
-    StateCorruptError,
-    StateMismatchError,
-    UnsupportedSourceError,
-    warn,
-)
+from ..errors import StateCorruptError, StateMismatchError, UnsupportedSourceError, warn
 from ..loader import promises
 from ..loader.adapter import Adapter, Facts, Options, Run, Session, Why
 from ..loader.capabilities import Capabilities, Capability
 from ..loader.place import Place
 from ..order import MAXIMUM_SIZE
-from ..samplers import SamplerSpec, interpret_sampler, length_of
+from ..samplers import MaterializedOrder, interpret_sampler, length_of
 from ..sharding import check_sharding
 from ..trying import Finding
 from ..world import World
@@ -30,8 +25,7 @@ from .collating import as_it_is, keeps_nothing
 from .driven import DrivenReader, SamplerDriven, driven_requests
 from .exposed import exposed_samplers
 from .indexed import unchanged
-from .replay import Replayed, ReplayReader, ReplayRequest
-from .replay_sessions import OwnStreamsSession, SharedStreamSession
+from .replay import OwnStreamsSession, Replayed, ReplayReader, ReplayRequest, SharedStreamSession
 from .sessions import IteratorSession
 from .workers import Server
 
@@ -56,9 +50,7 @@ class IterableAdapter(Adapter):
         why: it is read from its start; empty if that follows from its samplers.
     """
 
-    def __init__(
-        self, source: Any, options: Options, *, stream: Any, loader: Any = None, why: str = ""
-    ) -> None:
+    def __init__(self, source: Any, options: Options, *, stream: Any, loader: Any = None, why: str = "") -> None:
         super().__init__(source, options)
         self._stream, self._loader = stream, loader
         self._own_streams = options.shard is False
@@ -71,10 +63,13 @@ class IterableAdapter(Adapter):
             size, drop_last = loader.batch_size or 1, loader.drop_last
             # Each process's own stream may have batches of any size, so batches are counted.
             self.facts = Facts("batch", 1, drop_last) if self._own_streams else Facts("sample", size, drop_last)
+        self._may_drive = options.shard is None and not why
+        self._held: Any = None  # the exposed samplers, and the orders that are computed
+        self._driven: SamplerDriven | None = None
+        self._draws: tuple[int, ...] | None = None  # of one sample, from each sampler
         self._reader: DrivenReader | None = None
         self._replayer: ReplayReader | None = None
-        self._may_drive = options.shard is None and not why
-        self._interpret()
+        self._follow()
         stated = options.shard is not None and exposed_samplers(stream)
         self._why = why or (f"shard={options.shard} was stated" if stated else "it exposes no samplers")
         self._warned = False
@@ -86,38 +81,32 @@ class IterableAdapter(Adapter):
         if self._workers > 1 and self._driven is None:
             self._require_shard(f"{self._workers} worker processes")
 
-    def _interpret(self) -> None:
-        """Learn what the exposed samplers stand for."""
-        stream = self._stream
-        samplers = exposed_samplers(stream) if self._may_drive else {}
-        self._held = _held_by(samplers)
-        specs = {path: interpret_sampler(each) for path, each in samplers.items()}
-        self._driven = SamplerDriven(stream, {path: each.order for path, each in specs.items()}) if specs else None
-        self._draws: tuple[int, ...] | None = None
-        self._reader = self._replayer = None
-        for path, each in specs.items():
-            check_sharding(samplers[path], each.sharding)
-            self._adopt(each)
-
     def _follow(self) -> None:
-        """Take over another collate function, another exposed sampler, or other data of one of torch's."""
+        """Take over another collate function, another exposed sampler, or other data of one whose order is computed."""
         if self._loader is not None and self._loader.collate_fn is not self._collate:
             self._collate = self._loader.collate_fn
             self._reader = self._replayer = None
             self.close()  # workers that are kept have the other one
             self.learned()
-        if self._may_drive and _held_by(exposed_samplers(self._stream)) != self._held:
-            self._interpret()
-            self.learned()
-
-    def _adopt(self, spec: SamplerSpec) -> None:
-        known = self.facts
-        self.facts = replace(
-            known,
-            seed=spec.seed if known.seed is None else known.seed,
-            tail=spec.tail if known.tail is None else known.tail,
-            world=spec.world if known.world is None else known.world,
-        )
+        samplers = exposed_samplers(self._stream) if self._may_drive else {}
+        specs = {path: interpret_sampler(each) for path, each in samplers.items()}
+        orders = {path: each.order for path, each in specs.items()}
+        computed = [None if isinstance(each, MaterializedOrder) else each for each in orders.values()]
+        held = list(map(id, samplers.values())), list(orders), computed
+        if held == self._held:
+            return
+        self._held, self._draws, self._reader, self._replayer = held, None, None, None
+        self._driven = SamplerDriven(self._stream, orders) if orders else None
+        for path, each in specs.items():
+            check_sharding(samplers[path], each.sharding)
+            known = self.facts
+            self.facts = replace(
+                known,
+                seed=each.seed if known.seed is None else known.seed,
+                tail=known.tail or each.tail,
+                world=known.world or each.world,
+            )
+        self.learned()
 
     def _require_shard(self, among: str) -> None:
         if self.options.shard is None:
@@ -359,19 +348,6 @@ class IterableAdapter(Adapter):
         for step in itertools.count() if run.share is None else range(run.share.steps):
             check()
             yield request._replace(step=step, skip=step < consumed, tries=self._tries and not step)
-
-
-def _held_by(samplers: dict[Any, Any]) -> list[Any]:
-    """What tells whether the samplers are the same: they themselves; of torch's, what their order follows from."""
-    held: list[Any] = []
-    for path, sampler in samplers.items():
-        held += path, id(sampler)
-        if type(sampler) in (RandomSampler, SequentialSampler, DistributedSampler):
-            # Its epoch is ours.
-            held += (id(value) for name, value in vars(sampler).items() if name != "epoch")
-            data = getattr(sampler, "dataset", None) if type(sampler) is DistributedSampler else sampler.data_source
-            held.append(length_of(data))
-    return held
 
 
 _FOLLOWS = "that its samples follow from its samplers alone is believed"

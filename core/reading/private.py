@@ -24,26 +24,10 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs  # in Python's own typing from 3.13 on
 
 __all__ = [
-    "alive",
-    "attributes_of_torch",
-    "caught",
-    "end_by_kill",
-    "end_early_workers",
-    "end_when_collected",
-    "gives_its_own",
-    "is_iterator",
-    "is_place_holder",
-    "iterates_as_torch",
-    "iterating_by",
-    "keep_iterator",
-    "kept_iterator",
-    "pinning",
-    "plain_loader",
-    "sent_error",
-    "show_dataset",
-    "shut_down",
-    "workers_of",
-]
+    "alive", "attributes_of_torch", "caught", "end_by_kill", "end_early_workers", "end_when_collected", "gives_its_own",
+    "is_iterator", "is_place_holder", "iterates_as_torch", "iterating_by", "keep_iterator", "kept_iterator", "pinning",
+    "plain_loader", "sent_error", "show_dataset", "shut_down", "workers_of",
+]  # fmt: skip
 
 _LEAVING = 5.0  # seconds; torch waits as long for a worker
 

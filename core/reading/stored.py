@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 
@@ -29,23 +28,21 @@ def seen_as_stored(
         name: from an index to where the sample is stored, for messages.
     """
 
-    def look(index: int) -> SampleSummary:
-        if not 0 <= index < size:
-            raise IndexError(f"there are {size} samples")
-        return summary_of(stored(index))
-
-    one = expected = None
-    error = ""
-    missing = False
-    with contextlib.suppress(Exception):  # it is raised where the sample is read for a batch
-        one = expected = look(request.index)
-    if request.expected is not None:
-        expected = None
+    def look(index: int) -> tuple[SampleSummary | None, Exception | None]:
         try:
-            expected = look(request.expected[1])
+            if not 0 <= index < size:
+                raise IndexError(f"there are {size} samples")
+            return summary_of(stored(index)), None
         except Exception as failure:  # noqa: BLE001  # of another library
-            error, missing = f"{type(failure).__name__}: {failure}", isinstance(failure, IndexError)
-    compared = request.index if request.expected is None else request.expected[1]
+            return None, failure
+
+    compared, failure = request.index, None
+    expected = one = look(compared)[0]  # an error is raised where the sample is read for a batch
+    if request.expected is not None:
+        compared = request.expected[1]
+        expected, failure = look(compared)
+    error = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    missing = isinstance(failure, IndexError)
     what = name(compared) if name is not None and not missing else ""
     return WitnessReport(request.index, one, one, expected, error, missing, what=what)
 

@@ -83,7 +83,7 @@ class Server:
     def __init__(self, loader: DataLoader[Any], options: Options) -> None:
         self._loader = loader
         self._streams = options.streams
-        self._persistent: dict[tuple[int, int], _Kept] = {}  # by process: a forked one has no workers
+        self._persistent: dict[int, _Kept] = {}  # by process: a forked one has no workers, and must not end these
 
     def __call__(self, reader: Reader, requests: Iterator[Any], run: Run) -> tuple[Iterator[Any], Callable[[], None]]:
         """The answers of `reader`, in the order of `requests` (of a generator), and a function that stops."""
@@ -104,23 +104,19 @@ class Server:
 
     def _kept(self, reader: Reader) -> DataLoader[Any]:
         """A DataLoader whose workers stay. They start anew if one has died, or what they read has changed."""
-        here, theirs = (os.getpid(), id(reader)), self._loader
-        held = summarize(
-            dataset=reader.dataset, collate_fn=theirs.collate_fn, worker_init_fn=theirs.worker_init_fn
-        )
-        kept, restarts = self._persistent.get(here), 0
+        theirs, kept, restarts = self._loader, self._persistent.get(os.getpid()), 0
+        held = summarize(dataset=reader.dataset, collate_fn=theirs.collate_fn, worker_init_fn=theirs.worker_init_fn)
         if kept is not None:
             changed = changed_paths(kept.held, held)
-            iterator = kept_iterator(kept.loader)
-            if alive(iterator) and not changed:
+            if kept.reader is reader and alive(kept_iterator(kept.loader)) and not changed:
                 kept.restarts = 0
                 return kept.loader
-            shut_down(iterator)
+            self.close()
             if changed:
                 restarts = kept.restarts + 1
                 _tell_of_restart(changed, restarts)
         ours = self._make(reader)
-        self._persistent[here] = _Kept(ours, held, restarts)
+        self._persistent[os.getpid()] = _Kept(reader, ours, held, restarts)
         return ours
 
     def _make(self, reader: Reader) -> DataLoader[Any]:
@@ -143,10 +139,8 @@ class Server:
 
     def close(self) -> None:
         """End worker processes that outlive a session."""
-        for (process, _), kept in self._persistent.items():
-            if process == os.getpid():
-                shut_down(kept_iterator(kept.loader))
-        self._persistent = {here: kept for here, kept in self._persistent.items() if here[0] != os.getpid()}
+        if (kept := self._persistent.pop(os.getpid(), None)) is not None:
+            shut_down(kept_iterator(kept.loader))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_persistent": {}}
@@ -157,11 +151,13 @@ class _Kept:
     """Workers that outlive a session.
 
     Attributes:
+        reader: that they have.
         loader: whose workers they are.
         held: the summary of what they read, as it was when they started.
         restarts: how often in a row a pass began after a change of it.
     """
 
+    reader: Reader
     loader: DataLoader[Any]
     held: dict[str, int]
     restarts: int
