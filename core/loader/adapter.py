@@ -406,9 +406,8 @@ class Adapter(ABC):
             if around is not None:
                 promises = replace(around.promises(promises), skips=_NOT_WHOLE)
             if then is not None:
-                promises = replace(promises, skips=_NOT_WHOLE)
                 exact = with_then(promises.exact_augmentations, self.options.streams)
-                promises = replace(promises, exact_augmentations=exact)
+                promises = replace(promises, exact_augmentations=exact, skips=_NOT_WHOLE)
             if promises.exact_augmentations and self.options.streams:
                 others = () if around is None else around.drawing()
                 _, hopeless = find_generators(*self.drawing(), *others, *(() if then is None else (then,)))
@@ -416,8 +415,7 @@ class Adapter(ABC):
                     names = ", ".join(hopeless)
                     why = f"these generators cannot be seeded: {names}; use midepoch.sample_generator()"
                     promises = replace(promises, exact_augmentations=Capability(False, why))
-            promises = with_findings(promises, self._findings)
-            self._promises = promises
+            self._promises = with_findings(promises, self._findings)
         return self._promises
 
     @final

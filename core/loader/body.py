@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from ..errors import warn
 
-__all__ = ["RUNNING", "Body", "Interval", "Record", "check_epochs", "leads_of", "unknown_from", "warn_of_done"]
+__all__ = ["RUNNING", "Body", "Interval", "Record", "check_epochs", "warn_of_done"]
 
 RUNNING = (
     "a loop over epochs is running already: leave it before the next one. If `break` or an exception has left it, "
@@ -177,7 +177,7 @@ class Body:
         if kept.lead not in (None, name) and (name in kept.rests or name not in kept.open):
             self._leave_rests()
 
-    def begin(self, name: str, user: Any, older: bool, outlived: bool = False) -> tuple[Interval, weakref.ref[Any]]:
+    def begin(self, name: str, user: Any, older: bool, outlived: bool = False) -> Interval:
         """A pass takes its first batch.
 
         Args:
@@ -185,9 +185,6 @@ class Body:
             user: the pass.
             older: its iterator was made before the body began.
             outlived: it was made in an earlier body.
-
-        Returns:
-            Its interval, and a reference to the pass that notices when it is freed.
         """
         kept, is_rest = self.kept, name in self.kept.rests
         older = older or (name in kept.open and not is_rest)
@@ -202,7 +199,7 @@ class Body:
                 interval.body.end(interval, exhausted=False)
 
         interval.user = weakref.ref(user, freed)
-        return interval, interval.user
+        return interval
 
     def _add(self, interval: Interval) -> None:
         self.intervals.append(interval)
@@ -239,11 +236,11 @@ class Body:
                     each.settled = now
                 elif others or 0 < before <= in_flight:
                     each.settled = each.ended
-        leads, kept = leads_of(self.intervals), self.kept
-        if in_flight and (lead := lead_of(leads)) is not None and lead.name not in kept.ahead:
+        (leads, lead), kept = _leads_of(self.intervals), self.kept
+        if in_flight and lead is not None and lead.name not in kept.ahead:
             kept.ahead.append(lead.name)
         if not kept.unknown:
-            kept.unknown = unknown_from(self.intervals, leads, previous, in_flight)
+            kept.unknown = _unknown_from(self.intervals, previous, in_flight)
             if kept.unknown:
                 warn(
                     f"a snapshot saved in this body cannot be resumed: {kept.unknown}. Read the loaders as one, with "
@@ -281,7 +278,7 @@ class Body:
     @property
     def lead(self) -> Interval | None:
         """The pass that the body is in."""
-        return lead_of(leads_of(self.intervals))
+        return _leads_of(self.intervals)[1]
 
     def in_flight_of(self, name: str, in_flight: int) -> int:
         """How many of the batches in flight are of this loader: they are the lead's."""
@@ -328,8 +325,7 @@ class Body:
             latest = max([self.steps[1][0], *happened])
             freed = [each for each in intervals if not each.exhausted and (each.ended or 0) > latest]
             intervals = [replace(each, ended=None) if each in freed else each for each in intervals]
-        leads = leads_of(intervals)
-        lead = lead_of(leads)
+        leads, lead = _leads_of(intervals)
         empty = Counter({name: count for name, count in kept.empty.items() if count})
         empty.update(each.name for each in leads if each is not lead)
         going_on = [each for each in intervals if each.ended is None or each is lead]
@@ -343,34 +339,31 @@ class Body:
             name,
             sorted({*(each.name for each in inner), *kept.rests} - {name}),
             sorted(kept.ahead),
-            kept.unknown or unknown_from(self.intervals, leads_of(self.intervals), self.steps[1][0], 0),
+            kept.unknown or _unknown_from(self.intervals, self.steps[1][0], 0),
         )
 
 
-def leads_of(intervals: Sequence[Interval]) -> list[Interval]:
-    """The passes that a body makes one after the other, by rule 1. `intervals`: in the order of their beginnings."""
+def _leads_of(intervals: Sequence[Interval]) -> tuple[list[Interval], Interval | None]:
+    """By rule 1, the passes that a body makes one after the other, and the one that lives.
+
+    `intervals`: in the order of their beginnings.
+    """
     leads: list[Interval] = []
     for each in intervals:
         if not each.older and (not leads or each.began > leads[-1].life):
             leads.append(each)
-    return leads
+    return leads, leads[-1] if leads and math.isinf(leads[-1].life) else None
 
 
-def lead_of(leads: Sequence[Interval]) -> Interval | None:
-    """The one that lives."""
-    return leads[-1] if leads and math.isinf(leads[-1].life) else None
-
-
-def unknown_from(intervals: Sequence[Interval], leads: Sequence[Interval], previous: int, in_flight: int) -> str:
+def _unknown_from(intervals: Sequence[Interval], previous: int, in_flight: int) -> str:
     """Why nobody can tell what the body would make again, by rule 6; empty if it can be told.
 
     Args:
         intervals: in the order of their beginnings.
-        leads: of these.
         previous: the step before the latest.
         in_flight: batches, at the latest step.
     """
-    lead = lead_of(leads)
+    leads, lead = _leads_of(intervals)
     inner = [each for each in intervals if not each.older and all(each is not one for one in leads)]
     opened = [each for each in inner if each.ended is None]
     if in_flight and lead is None and not any(each.older and each.ended is None for each in intervals):
@@ -404,6 +397,4 @@ def check_epochs(n: object) -> None:
 
 def warn_of_done(n: int, done: int) -> None:
     """Warn that more epochs are done than were asked for."""
-    warn(
-        f"epochs({n}) runs nothing, because {done} epochs are done: pass the number of epochs in all",
-    )
+    warn(f"epochs({n}) runs nothing, because {done} epochs are done: pass the number of epochs in all")

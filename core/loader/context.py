@@ -52,10 +52,8 @@ class RunContext:
         self.__dict__.update(attributes, _then=Then.of(attributes["options"]))
 
     def start_as(self, other: RunContext) -> None:
-        """Take over the seed and the world of another loader of the same source."""
-        self._process_seed, self.resharded = other._process_seed, other.resharded
-        self._seed, self._seed_is_private = other._seed, other._seed_is_private
-        self.is_part, self.skips, self.done = other.is_part, dict(other.skips), dict(other.done)
+        """Take over the seed, the world and what is left out of another loader of the same source."""
+        self.__setstate__({**other.__getstate__(), "adapter": self.adapter})
 
     def take_seed(self, seed: int) -> None:
         """Take over a loaded state's seed."""

@@ -527,12 +527,10 @@ class Loader(Generic[Batch]):
             )
         if self._progress.reading is not None:
             self._progress.here()  # raises if it is not known
-        self._progress.suspend()
+        self._progress.divide_anew()
         for part, _ in self._adapter.parts():
             part.reshard(world)
         self._context.resharded, self._context.last = world, None
-        if (latest := self._progress.latest()) is not None:
-            latest.resharded = True
 
     def commit(self) -> None:
         """Declare that the batches handed out so far were trained on. From now on, states say what is committed.

@@ -410,9 +410,7 @@ class Progress:
         except ValueError as error:
             raise StateError(f"{error}: skip fewer, longer ranges") from None
         if epoch == self.epoch and self.reading is not None:
-            self.suspend()  # what was handed out is where it was
-            if (latest := self.latest()) is not None:
-                latest.resharded = True
+            self.divide_anew()  # what was handed out is where it was
         context.skips = skips
         self.loaded, self.committed = self._skipping(self.loaded), self._skipping(self.committed)
 
@@ -553,6 +551,12 @@ class Progress:
             # A source that cannot say its state is read all the same.
         finally:
             reading.close()
+
+    def divide_anew(self) -> None:
+        """Close the open session. What is left of its epoch is divided anew, and its pass ends with it."""
+        self.suspend()
+        if (latest := self.latest()) is not None:
+            latest.resharded = True
 
     def _settle(self) -> None:
         """Ask the source for the next epoch's detail, once: to find its state, it may have to be read past its end."""
@@ -695,7 +699,8 @@ class Progress:
             self.latest = self.waiting if self.waiting() is this else weakref.ref(this)
         else:
             older, outlived = this.made_in is not body, this.made_in not in (None, body)
-            this.interval, self.latest = body.begin(self._name, this, older, outlived)
+            this.interval = body.begin(self._name, this, older, outlived)
+            self.latest = this.interval.user
 
     def end_pass(self) -> None:
         """Let the latest pass end: it has no more batches."""
@@ -860,7 +865,8 @@ class Progress:
                 self._warn_of_one(f"the body of epochs goes on after it, at position {self.position}")
         latest = self.latest()
         if latest is not None and (latest.interval is None or latest.interval.body is not body):
-            latest.interval, self.latest = body.begin(self._name, latest, older=True)
+            latest.interval = body.begin(self._name, latest, older=True)
+            self.latest = latest.interval.user
 
     def leave_body(self, epoch: int | None = None) -> bool:
         """End the epoch with its body.
