@@ -137,6 +137,13 @@ def test_what_several_share_has_one_stream() -> None:
     assert [each.generator for each in find_generators(Holder(shared))[0]] == [bits]
 
 
+def test_classes_that_are_called_alike_do_not_share_a_stream() -> None:
+    first, second = Holder(made()), Holder(made())
+    streams = Streams(first, second)
+    with streams.under(7):
+        assert first.held.random() != second.held.random()
+
+
 def test_the_global_generators_are_not_owned() -> None:
     held = [random.random, np.random.rand, np.random.mtrand._rand, torch.default_generator]
     assert find_generators(Holder(held)) == ([], [])

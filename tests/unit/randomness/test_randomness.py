@@ -317,6 +317,22 @@ def test_draws_that_leave_no_trace_are_told(name: str, num_workers: int) -> None
     assert not loader.capabilities.exact_order and not loader.capabilities.exact_augmentations
 
 
+@pytest.mark.parametrize("name", ["torch's, put back", "a seed from torch's"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_at_rest_they_follow_from_the_seed_and_the_epoch(name: str, num_workers: int) -> None:
+    """From a process's second batch on."""
+
+    def epochs(noise: int) -> list[list[float]]:
+        torch.manual_seed(noise)
+        data = DataLoader(Openly(12, TRACELESS[name]), batch_size=2, num_workers=num_workers, collate_fn=list)
+        with midepoch.wrap(data, seed=1, verify="off") as loader:
+            return [sources.flat(sources.taken(loader)[max(1, num_workers) :]) for _ in range(2)]
+
+    first, second = epochs(1), epochs(2)
+    assert first == second and first[0] != first[1]
+    assert all(len(set(epoch)) == 1 for epoch in first)
+
+
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
 def test_an_interrupt_in_a_sample_that_has_drawn_is_not_lost(error: type[BaseException]) -> None:
     class Interrupted(sources.Indices):
