@@ -87,7 +87,6 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "the same over a stream with a state": lambda: StatefulDataLoader(
         own.StreamDataset(own.Stream(MANY)), None, collate_fn=own.same
     ),
-    "torchdata.nodes Loader": own.many_nodes,
     "Hugging Face IterableDataset": lambda: own.datasets_stream(size=3 * 20_000),
     "Grain DataLoader": lambda: own.grain_loader(size=MANY),
     "Grain IterDataset": lambda: own.grain_dataset(size=MANY),

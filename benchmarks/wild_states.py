@@ -24,6 +24,11 @@ def drawing_nodes(sampler: bool = True, prefetch: bool = False) -> Any:
     return blocks.Loader(blocks.Prefetcher(node, 2) if prefetch else node)
 
 
+def read_again(**options: Any) -> Any:
+    """In a function that makes the loader anew."""
+    return lambda: functools.partial(drawing_nodes, **options)
+
+
 def noisy_number(index: int) -> Any:
     return torch.tensor([float(index), random.random(), float(torch.rand(()))])
 
@@ -76,8 +81,13 @@ def dali_wrapper() -> Any:
 def dali_epochs() -> Any:
     import nvidia.dali.experimental.dynamic as ndd
 
-    reader = ndd.readers.Numpy(files=arrays(), random_shuffle=True, seed=3)
-    return functools.partial(reader.next_epoch, batch_size=BATCH)
+    files = arrays()
+
+    def batches() -> Any:
+        reader = ndd.readers.Numpy(files=files, random_shuffle=True, seed=random.getrandbits(31))
+        return reader.next_epoch(batch_size=BATCH)
+
+    return batches
 
 
 def numbers_of(batch: Any) -> list[int]:
@@ -86,9 +96,15 @@ def numbers_of(batch: Any) -> list[int]:
 
 
 STATES: dict[str, Row] = {
-    "torchdata.nodes Loader, a sampler's generator and draws in a Mapper": Row(drawing_nodes, ("torchdata",)),
-    "torchdata.nodes Loader, a sampler without a generator": Row(lambda: drawing_nodes(False), ("torchdata",)),
-    "torchdata.nodes Loader, draws in a Prefetcher's thread": Row(lambda: drawing_nodes(prefetch=True), ("torchdata",)),
+    "torchdata.nodes Loader, a sampler's generator and draws in a Mapper, in a function": Row(
+        read_again(), ("torchdata",)
+    ),
+    "torchdata.nodes Loader, a sampler without a generator, in a function": Row(
+        read_again(sampler=False), ("torchdata",)
+    ),
+    "torchdata.nodes Loader, draws in a Prefetcher's thread, in a function": Row(
+        read_again(prefetch=True), ("torchdata",)
+    ),
     "StatefulDataLoader of Hugging Face rows": Row(
         lambda: rows_in_torchdata(False), ("torchdata", "datasets"), identify=identify_own
     ),
@@ -102,7 +118,7 @@ STATES: dict[str, Row] = {
         dali_wrapper, ("nvidia-dali-cuda120",), {"inside": "inside"},
         identify=lambda batch: [int(each) for each in batch[0].flatten()]
     ),
-    "DALI ndd reader, its epochs": Row(
+    "DALI ndd reader, made in a function": Row(
         dali_epochs, ("nvidia-dali-cuda120",), {"then": numbers_of}, identify=numbers_of, drawn=True
     ),  # a last batch is filled from the next epoch
 }

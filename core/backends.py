@@ -28,8 +28,8 @@ BACKENDS = (
     Backend("midepoch.adapters.dali.sampled:SampledAdapter", "nvidia.dali"),
     Backend("midepoch.adapters.dali.native:NativeAdapter", "nvidia.dali"),
     Backend("midepoch.adapters.dali.native:NativeAdapter", "midepoch.adapters.dali"),  # a factory
-    Backend("midepoch.adapters.dali.dynamic:DynamicAdapter", "nvidia.dali.experimental.dynamic", holds=True),
     Backend("midepoch.adapters.dali.holder:HolderAdapter", "nvidia.dali.plugin", holds=True),
+    Backend("midepoch.adapters.dali.holder:HolderAdapter", "nvidia.dali.experimental.dynamic", holds=True),
     Backend("midepoch.adapters.ffcv:FFCVAdapter", "ffcv"),
     Backend(
         "midepoch.adapters.webdataset:WebDatasetAdapter",
@@ -42,7 +42,6 @@ BACKENDS = (
     Backend("midepoch.adapters.stateful:WorkersAdapter"),
     Backend("midepoch.adapters.dataloader:IterableDataLoaderAdapter"),
     Backend("midepoch.adapters.stateful:TorchdataAdapter", "torchdata"),
-    Backend("midepoch.adapters.stateful:NodesAdapter", "torchdata.nodes"),
     Backend("midepoch.adapters.stateful:DatasetsAdapter", "datasets"),
     Backend("midepoch.adapters.stateful:ElasticGrainAdapter", "grain"),
     Backend("midepoch.adapters.stateful:GrainAdapter", "grain"),

@@ -9,7 +9,7 @@ import dataclasses
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,7 @@ from midepoch.order.keys import derive_key, derive_keys, extend_key, extend_keys
 from midepoch.randomness.streams import Purpose
 from midepoch.world import Share, World
 
-if TYPE_CHECKING:
-    from midepoch.adapters.dali.sizes import Sizes
-
-__all__ = ["Data", "Feed", "Indices", "Keys", "Schedule", "add_thread", "as_written", "feed_of", "words"]
+__all__ = ["Data", "Feed", "Indices", "Keys", "Schedule", "as_written", "feed_of", "words"]
 
 Indices = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
@@ -137,7 +134,7 @@ class Feed:
         self.order: Order | None = None
         self.world: World | None = None
         self.drop_last = False
-        self.images: list[tuple[Any, Sizes]] = []
+        self.images: list[tuple[Any, Any]] = []
         self.draws: list[str] = []
         self.sources: list[Callable[..., Any]] = []
         self.schedule: Schedule | None = None
@@ -221,16 +218,6 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def as_written(function: _Function) -> _Function:
     """Keep DALI from rewriting a function, and all that it calls, in pipelines with ``enable_conditionals``."""
     return cast(_Function, do_not_convert(function))
-
-
-def add_thread() -> None:
-    """Add a thread to the pipeline that is being defined. It replaces the thread in which DALI's own readers prefetch.
-
-    The pipeline's own threads read the files that a feed names, and also decode and resize.
-    """
-    pipeline = Pipeline.current()
-    if pipeline is not None:
-        private.add_thread(pipeline)
 
 
 def words(keys: Keys, count: int) -> npt.NDArray[np.float64]:

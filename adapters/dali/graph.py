@@ -1,11 +1,11 @@
-"""A DALI pipeline's graph: its operators, what a state depends on, and the same graph on another shard."""
+"""A DALI pipeline's graph: its operators, and what a state depends on."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,14 @@ from nvidia.dali import Pipeline
 from nvidia.dali import backend as dali_backend
 
 from midepoch.adapters.dali import private
-from midepoch.adapters.dali.wire import Field, pack, unpack
+from midepoch.adapters.dali.wire import Field, unpack
 
-__all__ = [
-    "Graph", "Operator", "build", "crc_of_data", "cure_with_our_reader", "identity", "material", "settings_of", "short",
-]  # fmt: skip
+__all__ = ["Graph", "Operator", "build", "cure_with_our_reader", "identity", "settings_of"]
 
 # Field numbers of PipelineDef, OpDef and Argument.
 _PIPELINE_OPERATORS, _PIPELINE_OUTPUTS = 5, 7
 _SCHEMA, _INPUTS, _OUTPUTS, _ARGUMENTS, _NAME = 1, 2, 3, 4, 5
-_WIRE_NAME = 1
-_ARGUMENT_NAME, _ARGUMENT_TYPE, _INTEGER, _TEXT, _BOOLEAN, _ELEMENTS, _IS_VECTOR = 1, 2, 4, 5, 6, 7, 8
+_ARGUMENT_NAME, _INTEGER, _TEXT, _BOOLEAN, _ELEMENTS = 1, 4, 5, 6, 7
 
 # Where the graph was defined, how fast it runs, and which part of the data it reads. A state depends on none of these.
 _IMMATERIAL = {
@@ -54,18 +51,23 @@ class Operator:
 
     def integer(self, name: str, default: int) -> int:
         """An integer argument."""
-        return next((field.integer for field in self.arguments.get(name, ()) if field.number == _INTEGER), default)
+        return next((field.value for field in self.arguments.get(name, ()) if field.number == _INTEGER), default)
 
     def flag(self, name: str) -> bool:
         """A boolean argument, False by default."""
-        return any(field.integer for field in self.arguments.get(name, ()) if field.number == _BOOLEAN)
+        return any(field.value for field in self.arguments.get(name, ()) if field.number == _BOOLEAN)
 
     def texts(self, name: str) -> list[str]:
         """A string argument, or the elements of a list of strings."""
         found = self.arguments.get(name, ())
         own = [field.text for field in found if field.number == _TEXT]
-        inner = [unpack(field.data) for field in found if field.number == _ELEMENTS]
+        inner = [unpack(field.value) for field in found if field.number == _ELEMENTS]
         return own + [field.text for element in inner for field in element if field.number == _TEXT]
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """A reader's number of shards, and the shard that it reads."""
+        return self.integer("num_shards", 1), self.integer("shard_id", 0)
 
     @property
     def is_reader(self) -> bool:
@@ -84,25 +86,12 @@ class Operator:
         """Whether it calls python, which a serialized graph cannot hold."""
         return private.calls_python(self.schema)
 
-    def wires(self, number: int) -> list[tuple[str, list[Field]]]:
-        """The names of its inputs or outputs, each with its other properties."""
-        found = []
-        for wire in (unpack(field.data) for field in self.fields if field.number == number):
-            name = next((each.text for each in wire if each.number == _WIRE_NAME), "")
-            found.append((name, [each for each in wire if each.number != _WIRE_NAME]))
-        return found
-
     def described(self) -> list[Any]:
         """What results depend on, except the data that the operator reads."""
-        wires = [(field.number, field.data) for field in self.fields if field.number in (_INPUTS, _OUTPUTS)]
-        kept = material(self.arguments, self.is_reader)
-        return [self.schema, wires, [(name, tuple(fields)) for name, fields in kept]]
-
-
-def material(arguments: Mapping[str, Any], is_reader: bool) -> list[tuple[str, Any]]:
-    """The arguments of an operator that results depend on, in order, without the paths of a reader's data."""
-    hidden = _IMMATERIAL | _PATHS if is_reader else _IMMATERIAL
-    return sorted((name, value) for name, value in arguments.items() if name not in hidden)
+        wires = [(field.number, field.value) for field in self.fields if field.number in (_INPUTS, _OUTPUTS)]
+        hidden = _IMMATERIAL | _PATHS if self.is_reader else _IMMATERIAL
+        kept = sorted((name, tuple(fields)) for name, fields in self.arguments.items() if name not in hidden)
+        return [self.schema, wires, kept]
 
 
 class Graph:
@@ -116,44 +105,28 @@ class Graph:
     def __init__(self, serialized: bytes) -> None:
         self.serialized = serialized
         self._fields = unpack(serialized)
-        self.operators = [_operator(field.data) for field in self._fields if field.number == _PIPELINE_OPERATORS]
+        self.operators = [_operator(field.value) for field in self._fields if field.number == _PIPELINE_OPERATORS]
         self.readers = [operator for operator in self.operators if operator.is_reader]
 
     @property
     def digest(self) -> str:
         """Sixteen hexadecimal digits: a hash of all that results depend on, except the data and the shard."""
         described = [operator.described() for operator in self.operators]
-        outputs = [field.data for field in self._fields if field.number == _PIPELINE_OUTPUTS]
+        outputs = [field.value for field in self._fields if field.number == _PIPELINE_OUTPUTS]
         return hashlib.blake2b(repr((described, outputs)).encode(), digest_size=8).hexdigest()
 
     @property
     def pieces(self) -> str:
-        """The operators, each kind with a short hash of the settings and inputs of all of its kind.
-
-        An input is told by what it comes from. Empty if there are too many kinds.
-        """
+        """Each kind of operator with a short hash of the settings of all of its kind; empty if there are too many."""
         kinds: dict[str, list[str]] = {}
-        come_from: dict[str, str] = {}
         for operator in self.operators:
             schema, _, arguments = operator.described()
-            inputs = [(come_from.get(name, ""), rest) for name, rest in operator.wires(_INPUTS)]
-            come_from |= {name: schema for name, _ in operator.wires(_OUTPUTS)}
-            kinds.setdefault(schema.replace("__", ".").lstrip("_."), []).append(repr((inputs, arguments)))
-        told = [f"{kind}={short(repr(sorted(each)))}" for kind, each in sorted(kinds.items())]
+            kinds.setdefault(schema.replace("__", ".").lstrip("_."), []).append(repr(arguments))
+        told = [f"{kind}={_short(repr(sorted(each)))}" for kind, each in sorted(kinds.items())]
         return " ".join(told) if len(told) <= _MOST_KINDS else ""
 
-    def on_shard(self, shard: int, shards: int) -> bytes:
-        """The serialized graph with every reader on this shard."""
-        fields = []
-        for field in self._fields:
-            if field.number == _PIPELINE_OPERATORS and _operator(field.data).is_reader:
-                fields.append(Field.of(field.number, _with_integers(field.data, num_shards=shards, shard_id=shard)))
-            else:
-                fields.append(field)
-        return pack(fields)
 
-
-def short(text: str) -> str:
+def _short(text: str) -> str:
     """A hash of six hexadecimal digits."""
     return hashlib.blake2b(text.encode(), digest_size=3).hexdigest()
 
@@ -163,26 +136,10 @@ def _operator(message: bytes) -> Operator:
     arguments = {}
     for field in fields:
         if field.number == _ARGUMENTS:
-            inner = unpack(field.data)
+            inner = unpack(field.value)
             arguments[next(each.text for each in inner if each.number == _ARGUMENT_NAME)] = inner
     named = {field.number: field.text for field in fields if field.number in (_SCHEMA, _NAME)}
     return Operator(named.get(_SCHEMA, ""), named.get(_NAME, ""), arguments, tuple(fields))
-
-
-def _with_integers(message: bytes, **integers: int) -> bytes:
-    def is_replaced(field: Field) -> bool:
-        return field.number == _ARGUMENTS and any(
-            each.number == _ARGUMENT_NAME and each.text in integers for each in unpack(field.data)
-        )
-
-    fields = [field for field in unpack(message) if not is_replaced(field)]
-    for name, value in integers.items():
-        argument = [
-            Field.of(_ARGUMENT_NAME, name), Field.of(_ARGUMENT_TYPE, "int64"), Field.of(_INTEGER, value),
-            Field.of(_IS_VECTOR, 0),
-        ]  # fmt: skip
-        fields.append(Field.of(_ARGUMENTS, pack(argument)))
-    return pack(fields)
 
 
 # --- the data of a reader ---------------------------------------------------------------------------------------------
@@ -193,20 +150,15 @@ def identity(reader: Operator, size: int) -> str:
 
     A folder or file is identified by its own name and content, not by its location; an explicit list by its text.
     """
-    return f"{size} samples:{crc_of_data(reader.arguments, reader.texts):08x}"
-
-
-def crc_of_data(arguments: Mapping[str, Any], texts: Callable[[str], Sequence[str]]) -> int:
-    """A CRC of the files that a reader reads. `texts`: from an argument's name to the paths in it."""
     crc = 0
-    for name in sorted(_PATHS & arguments.keys()):
+    for name in sorted(_PATHS & reader.arguments.keys()):
         if name in ("files", "filenames", "labels"):
-            crc = zlib.crc32(repr(arguments[name]).encode(), crc)
+            crc = zlib.crc32(repr(reader.arguments[name]).encode(), crc)
             continue
-        for path in texts(name):
+        for path in reader.texts(name):
             for line in _content(Path(path)):
                 crc = zlib.crc32(line, crc)
-    return crc
+    return f"{size} samples:{crc:08x}"
 
 
 def _content(path: Path) -> Iterator[bytes]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar
 
+import nvidia.dali
+
 from midepoch.adapters.dali import private
-from midepoch.adapters.dali.checkpointed import Checkpoint, CheckpointedAdapter, first_line
+from midepoch.adapters.dali.checkpointed import Checkpoint, LiveIterator, check_way, first_line
 from midepoch.adapters.dali.graph import Graph, build, cure_with_our_reader, identity, settings_of
-from midepoch.errors import SourceError, UnsupportedSourceError
-from midepoch.loader.adapter import Options, Run
+from midepoch.errors import SourceError, StateMismatchError, UnsupportedSourceError
+from midepoch.loader import promises
+from midepoch.loader.adapter import Adapter, Facts, Options, Reach, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
+from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key
 from midepoch.state.format import PIECES
 from midepoch.world import World
@@ -76,7 +79,7 @@ def factory(make: Callable[..., Any], pipelines: int = 1) -> Factory:
     return Factory(make, pipelines)
 
 
-class NativeAdapter(CheckpointedAdapter):
+class NativeAdapter(Adapter):
     """DALIGenericIterator, DALIClassificationIterator or DALIRaggedIterator over any pipelines, or jax's iterator.
 
     The pipelines are serialized and rebuilt with checkpointing on, so the user's iterator is left as it was and not
@@ -84,9 +87,12 @@ class NativeAdapter(CheckpointedAdapter):
     """
 
     name: ClassVar[str] = "dali"
+    reach = Reach.STATES
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
+        self._live: LiveIterator | None = None
+        self._latest: LiveIterator | None = None  # which a session may have
         self._factory = source if isinstance(source, Factory) else None
         if self._factory is not None:
             template = self._factory(())
@@ -97,14 +103,14 @@ class NativeAdapter(CheckpointedAdapter):
         self._template = template
         private.refuse_own_code(template)
         if self._factory is not None:
-            self.begin_with(template)
+            self._live = LiveIterator(template, (0, 0))
         self._batch_size = template.batch_size
         pipelines = private.pipelines_of(template)
         self._graphs = [Graph(private.serialize(pipeline)) for pipeline in pipelines]
         self._settings = [settings_of(pipeline) for pipeline in pipelines]
         self._check_callbacks()
-        if pipelines[0].seed is not None:
-            self.facts = replace(self.facts, seed=pipelines[0].seed % (1 << 64))
+        seed = None if pipelines[0].seed is None else pipelines[0].seed % (1 << 64)
+        self.facts = Facts("batch", seed=seed, departs=frozenset({"order", "traces"}))
 
     @classmethod
     def recognises(cls, source: object) -> bool:
@@ -132,7 +138,8 @@ class NativeAdapter(CheckpointedAdapter):
         """What DALI itself does not check: the data, the reader's order, the graph and the checkpoint format."""
         template = self._template
         described = {
-            **super().describe(),
+            "unit": "batch",
+            "dali": ".".join(nvidia.dali.__version__.split(".")[:2]),
             "pipelines": str(len(self._graphs)),
             "batch_size": str(self._batch_size),
             "last_batch": private.last_batch(template).lower(),
@@ -140,7 +147,7 @@ class NativeAdapter(CheckpointedAdapter):
         }
         if pieces := self._graphs[0].pieces:
             described[f"graph{PIECES}"] = pieces
-        meta = self._reader_metas[0]
+        meta = self._reader_meta
         for reader in self._graphs[0].readers:
             name = reader.name
             described[f"{name}.data"] = identity(reader, meta.get(name, {}).get("epoch_size", 0))
@@ -154,7 +161,14 @@ class NativeAdapter(CheckpointedAdapter):
         exact = "DALI's checkpoint holds the state of each random operator"
         if self._factory is not None:
             exact += "; python functions and sources must depend only on their arguments"
-        return self.promised(Capability(True, exact))
+        return Capabilities(
+            exact_order=Capability(True, "DALI's checkpoint holds the state of each reader"),
+            exact_augmentations=Capability(True, exact),
+            constant_time_resume=Capability(True, "DALI replays indices, and reads and decodes nothing"),
+            elastic_world=Capability(False, "DALI's checkpoint is for one number of shards: use dali.readers for more"),
+            elastic_workers=promises.NO_WORKERS,
+            rank_independent=Capability(False, "each rank's readers know only their part: use midepoch.gather(loader)"),
+        )
 
     def rank_part(self, detail: str, saved_world_size: int, world: World) -> str:
         """This rank's, in a world of the same size. The refusal says what lets midepoch feed the pipeline."""
@@ -164,50 +178,30 @@ class NativeAdapter(CheckpointedAdapter):
 
     # --- shards and lengths ---
 
-    def _shards(self, world: World) -> int:
-        """The number of shards that the readers must use; 0 keeps the number they were built with."""
+    def _check_shards(self, world: World) -> None:
+        """Raise UnsupportedSourceError unless all readers name this rank's shards."""
         if self.options.shard is False or (world.world_size == 1 and not self.options.shard):
-            return 0
-        return world.world_size * len(self._graphs)
-
-    def _serialized(self, world: World) -> list[bytes]:
-        """The graphs, with every reader on this rank's shard.
-
-        Raises:
-            UnsupportedSourceError: their readers name other shards, or their shards cannot be determined.
-        """
-        shards = self._shards(world)
-        if not shards:
-            return [graph.serialized for graph in self._graphs]
-        serialized = []
-        for place, graph in enumerate(self._graphs):
-            shard = world.rank * len(self._graphs) + place
-            wrong = [
-                (reader.name, reader.integer("num_shards", 1), reader.integer("shard_id", 0))
-                for reader in graph.readers
-                if (reader.integer("num_shards", 1), reader.integer("shard_id", 0)) != (shards, shard)
-            ]
-            unsharded = all(stated == 1 for _, stated, _ in wrong)
+            return
+        shards = world.world_size * len(self._graphs)
+        for shard, graph in enumerate(self._graphs, world.rank * len(self._graphs)):
             if not graph.readers:
                 raise UnsupportedSourceError(
                     f"the pipeline has no reader, so nothing says which data rank {world.rank} of {world.world_size} "
                     "reads: pass shard=False if its source gives each rank its own part"
                 )
-            if wrong and (self._factory is not None or not (unsharded or self.options.shard)):
-                name, stated, stated_shard = wrong[0]
-                raise UnsupportedSourceError(
-                    f"reader {name} has num_shards={stated}, shard_id={stated_shard}, but this is rank {world.rank} of "
-                    f"{world.world_size}: write num_shards={shards}, shard_id={shard}, or pass shard=False if the "
-                    "ranks are meant to read these shards"
-                )
-            serialized.append(graph.on_shard(shard, shards) if wrong else graph.serialized)
-        return serialized
+            for reader in graph.readers:
+                if reader.shard != (shards, shard):
+                    stated, stated_shard = reader.shard
+                    raise UnsupportedSourceError(
+                        f"reader {reader.name} has num_shards={stated}, shard_id={stated_shard}, but this is rank "
+                        f"{world.rank} of {world.world_size}: write num_shards={shards}, shard_id={shard}, or pass "
+                        "shard=False if the ranks are meant to read these shards"
+                    )
 
     @functools.cached_property
-    def _reader_metas(self) -> list[dict[str, Any]]:
-        """Each pipeline's `reader_meta`, by reader name."""
-        pairs = zip(private.pipelines_of(self._template), self._graphs, strict=True)
-        return [pipeline.reader_meta() if graph.readers else {} for pipeline, graph in pairs]
+    def _reader_meta(self) -> dict[str, Any]:
+        """The first pipeline's `reader_meta`, by reader name."""
+        return private.pipelines_of(self._template)[0].reader_meta() if self._graphs[0].readers else {}
 
     def _length(self, world: World) -> tuple[int | None, bool]:
         """The first epoch's batches on this rank, as DALI counts them, and whether all epochs have as many.
@@ -221,10 +215,9 @@ class NativeAdapter(CheckpointedAdapter):
                 return None, False
             least, most, divides = samples, samples, samples % step == 0
         else:
-            self._serialized(world)  # refuses readers on another rank's shard
-            meta = self._reader_metas[0][name]
-            samples, shards, padded = meta["epoch_size"], self._shards(world), meta["pad_last_batch"]
-            shards = shards or meta["number_of_shards"]
+            self._check_shards(world)
+            meta = self._reader_meta[name]
+            samples, shards, padded = meta["epoch_size"], meta["number_of_shards"], meta["pad_last_batch"]
             least, most, divides = samples // shards, -(-samples // shards), samples % (shards * step) == 0
         policy = private.last_batch(template)
         return least // step if policy == "DROP" else -(-most // step), policy != "FILL" or bool(padded) or divides
@@ -234,32 +227,70 @@ class NativeAdapter(CheckpointedAdapter):
         batches, always = self._length(world)
         return batches * world.world_size if batches is not None and always else None
 
-    def stated_shards(self, world: World) -> tuple[int, ...]:
+    @property
+    def stated_shards(self) -> tuple[int, ...]:
         """As `Checkpoint.shards`."""
-        count, number = len(self._graphs), self._shards(world)
-        readers = [(place, reader) for place, graph in enumerate(self._graphs) for reader in graph.readers]
-        if number:
-            own = [world.rank * count + place for place, _ in readers]
-        else:
-            number = max((reader.integer("num_shards", 1) for _, reader in readers), default=1)
-            own = [reader.integer("shard_id", 0) for _, reader in readers]
-        return (number,) if number == 1 else (number, *own)
+        stated = [reader.shard for graph in self._graphs for reader in graph.readers]
+        number = max((shards for shards, _ in stated), default=1)
+        return (number,) if number == 1 else (number, *(shard for _, shard in stated))
+
+    # --- states ---
+
+    def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
+        """Check the checkpoint's place and shards before DALI sees it."""
+        checkpoint, shards = Checkpoint.of(detail), self.stated_shards
+        check_way(checkpoint.at, (epoch, position))
+        if detail and checkpoint.shards != shards:
+            name, before, now = "num_shards", str(checkpoint.shards[0]), str(shards[0])
+            if before == now:
+                name, before, now = "shard_id", *(", ".join(map(str, each[1:])) for each in (checkpoint.shards, shards))
+            raise StateMismatchError(
+                f"{name} differs: the state was saved with {before}, this reader has {now}; build the reader as it "
+                "was, or start over without the state"
+            )
+
+    def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
+        """The same checkpoint: the rest of its epoch is read, and thrown away."""
+        detail, live = here.detail, self._latest
+        if not detail and live is not None and live.place[0] == here.epoch != there[0]:
+            detail = Checkpoint(live.place, self.stated_shards, live.saved()).text()
+        check_way(Checkpoint.of(detail).at, there)
+        return detail
 
     # --- iterators ---
 
-    def make(self, checkpoint: Checkpoint, run: Run) -> Any:
+    def open(self, run: Run) -> Session:
+        """Batches from the position on."""
+        private.survive_forks()
+        return _NativeSession(self, run)
+
+    def lead_to(self, run: Run) -> LiveIterator:
+        """An iterator at the run's checkpoint. The current one is used if it is there."""
+        checkpoint, live = Checkpoint.of(run.detail), self._live
+        if live is None or not live.is_at(checkpoint):
+            self.close()  # frees its memory before another one is made
+            live = LiveIterator(self._make(checkpoint, run), checkpoint.at, checkpoint.saved or None)
+        self._live, self._latest = None, live
+        return live
+
+    def keep(self, live: LiveIterator) -> None:
+        """Take back the iterator of a finished session."""
+        self._live = live
+
+    def _make(self, checkpoint: Checkpoint, run: Run) -> Any:
         """An iterator over new pipelines."""
-        serialized = self._serialized(run.world)  # refuses readers on another rank's shard
+        self._check_shards(run.world)
         if self._factory is not None:
             return self._factory(checkpoint.saved)
         pipelines = []
-        for number, (graph, settings) in enumerate(zip(serialized, self._settings, strict=True)):
+        for number, (graph, settings) in enumerate(zip(self._graphs, self._settings, strict=True)):
             if settings["seed"] is None or self.options.seed is not None:
                 # DALI takes 63 bits. Each rank draws other numbers, as its readers give other samples.
-                key = derive_key(run.seed, run.world.rank * len(serialized) + number)
+                key = derive_key(run.seed, run.world.rank * len(self._graphs) + number)
                 settings = {**settings, "seed": key >> 1}
             try:
-                pipelines.append(build(graph, checkpoint.saved[number] if checkpoint.saved else None, settings))
+                saved = checkpoint.saved[number] if checkpoint.saved else None
+                pipelines.append(build(graph.serialized, saved, settings))
             except RuntimeError as error:
                 raise SourceError(
                     f"DALI cannot build this pipeline with checkpoints ({first_line(error)}): if an operator keeps "
@@ -269,6 +300,73 @@ class NativeAdapter(CheckpointedAdapter):
 
     def end(self, iterator: Any) -> None:
         """Stop the pipelines' threads now."""
-        self._reader_metas  # noqa: B018  # cache it while a factory's pipelines can still answer
+        self._reader_meta  # noqa: B018  # cache it while a factory's pipelines can still answer
         for pipeline in private.pipelines_of(iterator):
             private.stop(pipeline)
+
+    def close(self) -> None:
+        """End the iterator's threads and free its memory."""
+        live, self._live, self._latest = self._live, None, None
+        if live is not None:
+            self.end(live.iterator)
+
+
+class _NativeSession(Session):
+    """Takes DALI's checkpoints before each batch, which costs about 0.1 ms and 300 bytes."""
+
+    def __init__(self, adapter: NativeAdapter, run: Run) -> None:
+        self._adapter, self._run = adapter, run
+        self._live: LiveIterator | None = None
+        self._left = None if run.share is None else run.share.steps
+
+    def take(self) -> Any:
+        """The next batch."""
+        if self._left == 0:
+            raise StopIteration
+        live = self._live
+        if live is None:
+            live = self._live = self._adapter.lead_to(self._run)
+        try:
+            if live.place[0] != self._run.epoch:
+                live.begin_next_epoch()
+            batch = live.take(self._run.world.world_size)
+        except StopIteration:
+            if self._left is None:
+                self._left = 0
+                raise
+            raise SourceError(
+                f"DALI ended epoch {live.place[0]} at position {live.place[1]}, {self._left} batches early: load the "
+                "last state and try again"
+            ) from None
+        except Exception as error:
+            self._live = None
+            self._adapter.end(live.iterator)
+            raise SourceError(
+                f"DALI failed in epoch {live.place[0]}, in the batch at position {live.place[1]} (counted in batches "
+                f"of all ranks), or shortly after it without exec_dynamic: {first_line(error)}. Repair the data, and "
+                "load the last state"
+            ) from error
+        if self._left is not None:
+            self._left -= 1
+        return batch
+
+    def bookmark(self) -> Checkpoint | None:
+        """DALI's checkpoints; None before the first batch."""
+        live = self._live
+        if live is None:
+            return None
+        return Checkpoint(live.place, self._adapter.stated_shards, live.saved())
+
+    def detail(self, bookmark: Checkpoint | None) -> str:
+        """The checkpoints, and where they were taken."""
+        return self._run.detail if bookmark is None else bookmark.text()
+
+    def next_epoch_detail(self) -> str:
+        """The checkpoints at the end of the epoch, from which the next one starts."""
+        return self.detail(self.bookmark())
+
+    def close(self) -> None:
+        """Hand the iterator back for the next session."""
+        live, self._live = self._live, None
+        if live is not None:
+            self._adapter.keep(live)

@@ -12,9 +12,7 @@ import functools
 import gc
 import itertools
 import os
-import random
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -28,37 +26,11 @@ from midepoch.errors import UnsupportedSourceError
 from midepoch.packages import Package, Replacement
 
 __all__ = [
-    "DynamicEpochs",
-    "DynamicIterator",
-    "add_thread",
-    "allow_empty",
-    "calls_python",
-    "check",
-    "check_unused",
-    "drain",
-    "drop_first_batch",
-    "dynamic_reader",
-    "given_size",
-    "has_run",
-    "in_containers",
-    "is_iterator",
-    "is_padded",
-    "keeps_checkpoints",
-    "last_batch",
-    "leave_unread",
-    "left_unread",
-    "named_in",
-    "pipelines_of",
-    "reader_name",
-    "refuse_own_code",
-    "refuse_reader_name",
-    "seed_dynamic",
-    "serialize",
-    "sources_of",
-    "stop",
-    "survive_forks",
-    "with_pipelines",
-]
+    "add_thread", "allow_empty", "calls_python", "check", "check_unused", "drain", "drop_first_batch", "given_size",
+    "has_run", "in_containers", "is_dynamic_reader", "is_iterator", "is_padded", "keeps_checkpoints", "last_batch",
+    "leave_unread", "left_unread", "named_in", "pipelines_of", "reader_name", "refuse_own_code", "refuse_reader_name",
+    "serialize", "sources_of", "stop", "survive_forks", "with_pipelines",
+]  # fmt: skip
 
 _DALI = Package(
     "DALI",
@@ -123,6 +95,12 @@ def is_iterator(source: object) -> bool:
         return True
     jax = sys.modules.get("nvidia.dali.plugin.jax.iterator")
     return jax is not None and isinstance(source, jax.DALIGenericIterator)
+
+
+def is_dynamic_reader(source: object) -> bool:
+    """Whether it is a reader of DALI's dynamic mode."""
+    used = "nvidia.dali.experimental.dynamic" in sys.modules
+    return used and isinstance(source, _DALI.part("nvidia.dali.experimental.dynamic._ops:Reader"))
 
 
 def in_containers(source: Any) -> list[Any]:
@@ -264,129 +242,6 @@ def with_pipelines(template: Any, pipelines: list[Any]) -> Any:
         )
     iterator._first_batch = None
     return iterator
-
-
-# --- dynamic mode -----------------------------------------------------------------------------------------------------
-
-
-def dynamic_reader() -> Any:
-    """The class of the readers of dynamic mode, which somebody has imported."""
-    return _DALI.part("nvidia.dali.experimental.dynamic._ops:Reader")
-
-
-def seed_dynamic(key: int) -> None:
-    """Seed the generator that operators of this thread draw from if they are given none."""
-    before = random.getstate()  # DALI makes the generator with a number of python's
-    _DALI.part("nvidia.dali.experimental.dynamic.random:set_seed")(key)
-    random.setstate(before)
-
-
-class DynamicEpochs:
-    """The epochs of a dynamic reader. The reader itself is not read: DALI restores only one that is new.
-
-    Args:
-        reader: to be copied.
-        keywords: of its `next_epoch`, `batch_size` among them.
-
-    Raises:
-        UnsupportedSourceError: the reader was read before, without checkpoints.
-
-    Attributes:
-        keywords, batch_size: as given.
-        shard: the reader's own shard, and the number of shards.
-        arguments: with which the reader was made.
-    """
-
-    def __init__(self, reader: Any, keywords: dict[str, Any]) -> None:
-        _DALI.check(
-            reader, "_init_args", "_max_batch_size", "_num_shards", "_op_backend", "_shard_id", "_stick_to_shard",
-            "get_metadata",
-        )  # fmt: skip
-        if reader._op_backend is not None:
-            raise UnsupportedSourceError(
-                "this reader has already been read, and no record of that exists: wrap it before its first batch"
-            )
-        self._reader, self.keywords, self.batch_size = copy.copy(reader), keywords, keywords["batch_size"]
-        self.shard: tuple[int, int] = (reader._shard_id, reader._num_shards)
-        self.arguments = {name: value for name, value in reader._init_args.items() if value is not None}
-        if "features" in self.arguments:  # of TFRecord: what python shows of one is its address
-            self.arguments["features"] = sorted(self.arguments["features"])
-
-    def texts(self, name: str) -> list[str]:
-        """A string argument, or the elements of a list of strings."""
-        value = self.arguments.get(name, ())
-        return [value] if isinstance(value, str) else [str(each) for each in value]
-
-    @functools.cached_property
-    def _padded(self) -> int:
-        return int(self.new_reader().get_metadata(self.batch_size)["epoch_size_padded"])
-
-    def new_reader(self) -> Any:
-        """A reader that has not been read."""
-        reader = copy.copy(self._reader)
-        reader._lock, reader._init_args = threading.Lock(), dict(reader._init_args)
-        reader._max_batch_size = self.batch_size
-        return reader
-
-    def shard_in(self, epoch: int) -> int:
-        """The shard that the reader reads in an epoch."""
-        shard, shards = self.shard
-        return shard if self._reader._stick_to_shard else (shard + epoch) % shards
-
-    def batches(self, epoch: int) -> int:
-        """Of this reader in an epoch."""
-        shard, shards = self.shard_in(epoch), self.shard[1]
-        samples = (shard + 1) * self._padded // shards - shard * self._padded // shards
-        return int(-(-samples // self.batch_size))
-
-
-class DynamicIterator:
-    """A dynamic reader with the methods of DALI's iterators: it ends with each epoch, and `reset` begins the next.
-
-    Args:
-        epochs: the reader's.
-        epoch, taken: where it begins: the epoch, and the batches of it that were taken.
-        saved: what `checkpoints` gave there; None at the very beginning.
-    """
-
-    def __init__(self, epochs: DynamicEpochs, epoch: int, taken: int, saved: bytes | None) -> None:
-        self._epochs, self._epoch, self._reader = epochs, epoch, epochs.new_reader()
-        self._checkpoint = _DALI.part("nvidia.dali.experimental.dynamic.checkpoint:Checkpoint")()
-        self._checkpoint.register(self._reader, "reader")
-        if saved is not None:
-            self._checkpoint.deserialize(saved.decode())
-            self._checkpoint.restore()
-        self._reader.get_metadata(epochs.batch_size)  # it has no state before it is set up
-        self._begin(taken)
-
-    def _begin(self, taken: int) -> None:
-        # DALI counts an epoch's batches from where it begins to read.
-        self._reader._shard_id = self._epochs.shard_in(self._epoch)
-        self._batches = self._reader.next_epoch(**self._epochs.keywords)
-        self._left = self._epochs.batches(self._epoch) - taken
-
-    def __next__(self) -> Any:
-        if not self._left:
-            raise StopIteration
-        batch = next(self._batches)
-        self._left -= 1
-        if not self._left:
-            self.close()
-        return batch
-
-    def reset(self) -> None:
-        """Begin the next epoch."""
-        self._epoch += 1
-        self._begin(0)
-
-    def close(self) -> None:
-        """Let DALI leave the context in which it has read."""
-        self._batches.close()
-
-    def checkpoints(self) -> list[bytes]:
-        """Where the reader is."""
-        self._checkpoint.collect()
-        return [self._checkpoint.serialize().encode()]
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------

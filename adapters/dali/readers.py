@@ -19,9 +19,10 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from nvidia.dali import fn
+from nvidia.dali import Pipeline, fn
 
-from midepoch.adapters.dali.feed import Data, Feed, Indices, add_thread, as_written, current_feed
+from midepoch.adapters.dali import private
+from midepoch.adapters.dali.feed import Data, Feed, Indices, as_written, current_feed
 from midepoch.adapters.dali.sizes import Sizes
 from midepoch.errors import SourceError, UnsupportedSourceError
 from midepoch.order import Sequential, Shuffled
@@ -212,7 +213,8 @@ def _connect(caller: str, data: Data, shuffle: bool, drop_last: bool, world: Wor
     feed.data = data
     feed.order = Shuffled(len(data)) if shuffle else Sequential(len(data))
     feed.world, feed.drop_last = world, drop_last
-    add_thread()
+    # In place of the thread in which DALI's own readers prefetch: the pipeline's threads also decode and resize.
+    private.add_thread(Pipeline.current())
     return feed, feed.connect(data.outputs, lambda step: data.read(step.indices))
 
 

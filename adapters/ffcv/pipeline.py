@@ -15,10 +15,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from midepoch.adapters.ffcv import kernels
-from midepoch.adapters.ffcv.private import FROM_THE_FILE, Kind, kind_of, parts, requirements
+from midepoch.adapters.ffcv.private import Kind, kind_of, parts, requirements
 from midepoch.errors import SourceError, UnsupportedSourceError
 
 __all__ = ["Batch", "Damage", "Step", "StepGraph", "build_graph", "declare"]
@@ -107,16 +106,10 @@ class Step(NamedTuple):
 
 
 class StepGraph(NamedTuple):
-    """All steps, parents first, and the nodes whose values make up a batch.
-
-    Attributes:
-        appearance: the operations' attributes when they last stated which memory they need; None if they may change
-            without a visible difference.
-    """
+    """All steps, parents first, and the nodes whose values make up a batch."""
 
     steps: tuple[Step, ...]
     outputs: tuple[int, ...]
-    appearance: tuple[Any, ...] | None = None
 
 
 def kind_in_use(operation: Any) -> Kind:
@@ -157,18 +150,14 @@ def build_graph(loader: Any, streams: bool, before: StepGraph | None = None) -> 
     Args:
         loader: FFCV's.
         streams: whether random numbers come from streams. Otherwise everything runs in FFCV's way, in its thread.
-        before: an earlier graph, whose compiled operations are kept; None compiles the current ones. Operations that
-            have changed are asked again which memory they need, as for images that grow with the epochs. (FFCV asks
-            in every epoch, and its decoders then scan the file's whole table.)
+        before: an earlier graph, whose compiled operations are kept; None compiles the current ones. They are asked
+            again which memory they need, as for images that grow with the epochs.
     """
-    appearance = _appearance(loader)
-    if before is not None and appearance is not None and appearance == before.appearance:
-        return before
     allocations, functions = requirements(loader)
     if before is not None:
         memory = zip(before.steps, _memory_of(allocations, [step.node for step in before.steps]), strict=True)
         steps_now = tuple(step._replace(allocation=one, shared=two) for step, (one, two) in memory)
-        return before._replace(steps=steps_now, appearance=appearance)
+        return before._replace(steps=steps_now)
     steps: dict[int, Step] = {}
     started: set[int] = set()
     for output, chain in chains(loader).items():
@@ -192,31 +181,7 @@ def build_graph(loader: Any, streams: bool, before: StepGraph | None = None) -> 
                 kind == "image" and isinstance(allocations["operation"][node.id], tuple),
             )
             started.add(id(operation))
-    return StepGraph(tuple(steps.values()), tuple(chain[-1].id for chain in chains(loader).values()), appearance)
-
-
-_PLAIN = (int, float, str, bytes, type(None), np.dtype, torch.dtype, torch.device)
-
-
-def _appearance(loader: Any) -> tuple[Any, ...] | None:
-    """All that the operations' memory can depend on; None if they hold something that may change invisibly."""
-    shown: list[Any] = []
-    for chain in chains(loader).values():
-        for operation in map(operation_of, chain):
-            if not type(operation).__module__.startswith("ffcv."):
-                return None
-            for name, value in vars(operation).items():
-                if name in FROM_THE_FILE:
-                    continue
-                if isinstance(value, list | tuple) and all(isinstance(each, _PLAIN) for each in value):
-                    shown.append((id(operation), name, tuple(value)))
-                elif isinstance(value, _PLAIN):
-                    shown.append((id(operation), name, value))
-                elif isinstance(value, np.ndarray):
-                    shown.append((id(operation), name, id(value), value.shape, value.dtype))
-                else:
-                    return None
-    return tuple(shown)
+    return StepGraph(tuple(steps.values()), tuple(chain[-1].id for chain in chains(loader).values()))
 
 
 def _memory_of(allocations: Any, nodes: list[int]) -> list[tuple[Any, Any]]:

@@ -5,9 +5,9 @@ from midepoch.adapters.stateful.dataloaders import StreamAdapter, WorkersAdapter
 from midepoch.adapters.stateful.elastic import ElasticGrainAdapter, LitDataAdapter
 from midepoch.adapters.stateful.energon import EnergonAdapter
 from midepoch.adapters.stateful.packages import DatasetsAdapter, GrainAdapter
-from midepoch.adapters.stateful.torchdata import NodesAdapter, TorchdataAdapter
+from midepoch.adapters.stateful.torchdata import TorchdataAdapter
 
 __all__ = [
-    "DatasetsAdapter", "ElasticGrainAdapter", "EnergonAdapter", "GrainAdapter", "LitDataAdapter", "NodesAdapter",
+    "DatasetsAdapter", "ElasticGrainAdapter", "EnergonAdapter", "GrainAdapter", "LitDataAdapter",
     "StatefulAdapter", "StreamAdapter", "TorchdataAdapter", "WorkersAdapter",
 ]  # fmt: skip

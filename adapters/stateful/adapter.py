@@ -273,7 +273,6 @@ class StatefulAdapter(Adapter):
             self.load(self.source, state, self.opening)
         with workers_outlive_signals(self.source):
             iterator: Iterator[Any] = iter(self.source)
-        private.forget_end(iterator)
         if isinstance(self.source, DataLoader):
             end_when_collected(iterator)
         if first and state is None:
@@ -293,7 +292,7 @@ class StatefulAdapter(Adapter):
             self.note(self._of_load)
 
     def _state_of_a_copy(self) -> str:
-        """Of a source that was not read: a torchdata.nodes.Loader that is asked itself ignores what it loads later."""
+        """Of a source that was not read: one that is asked itself may ignore what it loads later."""
         copied = self._copied or copy_of(self.what_is_sent())
         with Streams().under(derive_key(Purpose.TRIAL)):  # it may draw its order for it
             return "" if copied.why else state_of(copied.open())

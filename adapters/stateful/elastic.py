@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order import MAXIMUM_SIZE
+from midepoch.reading.sessions import IteratorSession
 from midepoch.state.codec import decode
 from midepoch.state.parts import parts_in
 from midepoch.world import World
@@ -70,7 +72,7 @@ class ElasticGrainAdapter(Adapter):
 
     def open(self, run: Run) -> Session:
         """Grain's own iterator from the position on."""
-        return _ElasticSession(self.source, run)
+        return IteratorSession(_batches(self.source, run))
 
     def _check_world(self, world: World) -> None:
         """An ElasticIterator is made for its shard."""
@@ -83,22 +85,11 @@ class ElasticGrainAdapter(Adapter):
             )
 
 
-class _ElasticSession(Session):
-    def __init__(self, source: Any, run: Run) -> None:
-        self._source, self._run = source, run
-        self._left = None if run.share is None else run.share.steps
-        self._iterator: Iterator[Any] | None = None
-
-    def take(self) -> Any:
-        """The next batch."""
-        if self._left == 0:
-            raise StopIteration
-        if self._iterator is None:
-            self._iterator = private.elastic_iterator(self._source, self._run.position)
-        batch = next(self._iterator)
-        if self._left is not None:
-            self._left -= 1
-        return batch
+def _batches(source: Any, run: Run) -> Iterator[Any]:
+    """Those of a session: Grain is asked when the first one is."""
+    yield from itertools.islice(
+        private.elastic_iterator(source, run.position), None if run.share is None else run.share.steps
+    )
 
 
 class LitDataAdapter(StatefulAdapter):

@@ -9,12 +9,11 @@ from typing import Any, ClassVar, cast
 
 from midepoch.adapters.stateful.adapter import StatefulAdapter, is_of
 from midepoch.adapters.stateful.session import ENDED
-from midepoch.errors import StateCorruptError, StateError
+from midepoch.errors import StateCorruptError, StateError, UnsupportedSourceError
 from midepoch.loader.adapter import Options, Run
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.reading.workers import workers_outlive_signals
 from midepoch.state.codec import encode
-from midepoch.trying import Finding
 from midepoch.world import World
 
 __all__ = ["EnergonAdapter"]
@@ -34,11 +33,14 @@ class EnergonAdapter(StatefulAdapter):
 
     def __init__(self, source: Any, options: Options) -> None:
         super().__init__(source, options)
-        self._resumed = False
         kinds = _kinds_in(source.dataset)
         # A training loader repeats its data without an end, unless it has virtual epochs.
         ends = "EpochizeDataset" in kinds or "RepeatDataset" not in kinds
-        self._shares_passes = ends and source.num_workers > 1
+        if ends and source.num_workers > 1:
+            raise UnsupportedSourceError(
+                "where passes end (validation, virtual epochs), Megatron-Energon resumes one worker process at most "
+                "exactly: write WorkerConfig(num_workers=1)"
+            )
 
     @classmethod
     def recognises(cls, source: object) -> bool:
@@ -56,7 +58,6 @@ class EnergonAdapter(StatefulAdapter):
 
     def capabilities(self) -> Capabilities:
         """What Energon restores: in worker processes, the global generators too."""
-        told = super().capabilities()
         exact = Capability(True, "Energon's state holds the generators of its worker processes")
         if not self.source.num_workers:
             exact = Capability(
@@ -64,13 +65,8 @@ class EnergonAdapter(StatefulAdapter):
                 "without worker processes, Energon does not restore the global generators: write "
                 "WorkerConfig(num_workers=1) or more, or draw in then=, whose numbers are restored",
             )
-        order = told.exact_order
-        if self._shares_passes:
-            why = "where passes end (validation, virtual epochs), Energon resumes one worker process at most exactly"
-            order = Capability(False, f"{why}: write WorkerConfig(num_workers=1)")
         return dataclasses.replace(
-            told,
-            exact_order=order,
+            super().capabilities(),
             exact_augmentations=exact,
             elastic_world=Capability(False, "Energon's own rule: `energon checkpoint redist` makes states for others"),
         )
@@ -91,48 +87,23 @@ class EnergonAdapter(StatefulAdapter):
         return super().rank_part(detail, saved_world_size, world)
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
-        """Check that Energon can go there: the loader was not read, and something is left to each worker process."""
+        """Check that Energon can go there: the loader was not read."""
         super().check_detail(detail, seed, epoch, position, world)
         if self._used and (detail.removeprefix(ENDED) != self._stands_at() if detail else not epoch):
             raise StateError(_MAKE_ANOTHER)
-        if not self._shares_passes or detail.startswith(ENDED):
-            return
-        workers = range(self.source.num_workers)
-        left = _left([self.source.dataset.len_worker(each) for each in workers], position // world.world_size)
-        if 0 in left and any(left):
-            raise StateError(
-                f"when this state was saved, {left.count(0)} of {len(left)} worker processes had given all that they "
-                f"have of epoch {epoch}, and Energon lets those begin the next one at once: load a state that was "
-                "saved earlier in the epoch, or at its end, or write WorkerConfig(num_workers=1)"
-            )
 
     def _stands_at(self) -> str:
         return encode(_plain(self.source.save_state_rank()))
 
     def start(self, run: Run, state: Any) -> Iterator[Any]:
         """Energon's own iterator, after its state is restored."""
-        before = self._used
-        if state is not None:
-            self.restore(state)
-        elif before and run.epoch == 0:
+        if state is not None and not self._used:
+            self.source.restore_state_rank(_restored(state))
+        elif self._used and (run.epoch == 0 if state is None else self._stands_at() != encode(state)):
             raise StateError(_MAKE_ANOTHER)
         self._used = True
-        if before and self._resumed and self.source.num_workers > 1:
-            self._resumed = False
-            why = "after a resume, Energon begins later passes with another of its worker processes"
-            cure = "read one endless pass, as a training loader gives it, or use one worker process"
-            self.note(Finding(f"{why}: epoch {run.epoch} has its samples in another order", True, cure))
         with workers_outlive_signals(self.source):
             return cast(Iterator[Any], iter(self.source))
-
-    def restore(self, state: Any) -> None:
-        """Restore a state, unless the loader stands there."""
-        used, self._used = self._used, True
-        if not used:
-            self._resumed = True
-            self.source.restore_state_rank(_restored(state))
-        elif self._stands_at() != encode(state):
-            raise StateError(_MAKE_ANOTHER)
 
     def current(self, iterator: Iterator[Any]) -> Any:
         """Energon's state of this rank."""
@@ -144,17 +115,6 @@ def _kinds_in(dataset: Any) -> set[str]:
     inside = [*getattr(dataset, "datasets", ()), getattr(dataset, "dataset", None)]
     found = {type(dataset).__name__}
     return found.union(*(_kinds_in(each) for each in inside if each is not None))
-
-
-def _left(lengths: list[int], taken: int) -> list[int]:
-    """The batches that each worker has left, of which they give one each in turn."""
-    left, turn = list(lengths), 0
-    for _ in range(min(taken, sum(lengths))):
-        while not left[turn % len(left)]:
-            turn += 1
-        left[turn % len(left)] -= 1
-        turn += 1
-    return left
 
 
 def _plain(value: Any) -> Any:

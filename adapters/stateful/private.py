@@ -1,18 +1,16 @@
 """The parts of sources with their own state that midepoch inspects and their packages do not promise.
 
 They are read to identify how a source is made. If a part is missing, the description is shorter, and nothing is
-refused: a Hugging Face dataset that cannot be inspected is replayed, which is exact. One is written: see `forget_end`.
+refused: a Hugging Face dataset that cannot be inspected is replayed, which is exact.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
 import itertools
 import re
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,11 +20,9 @@ from midepoch.packages import Package
 from midepoch.samplers import length_of
 
 __all__ = [
-    "begin_sampler", "begin_samplers", "counts_only", "elastic_iterator", "elastic_parts", "elastic_steps",
-    "forget_end", "gives_out_of_order", "go_to_the_end", "grain_divides", "grain_names_an_address", "grain_steps",
-    "has_shuffle_buffer", "has_workers", "held_by_nodes", "hugging_face_divides", "hugging_face_steps",
-    "litdata_chunks", "litdata_rank", "litdata_saved", "nodes_in", "not_restarting", "own_samplers", "reads_ahead",
-    "without_iterator",
+    "begin_sampler", "counts_only", "elastic_iterator", "elastic_parts", "elastic_steps", "grain_divides",
+    "grain_names_an_address", "grain_steps", "has_shuffle_buffer", "has_workers", "hugging_face_divides",
+    "hugging_face_steps", "litdata_chunks", "litdata_rank", "litdata_saved", "own_samplers", "without_iterator",
 ]  # fmt: skip
 
 
@@ -165,53 +161,11 @@ def _values_of(state: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def forget_end(iterator: Any) -> None:
-    """Let an iterator of torchdata.nodes.Loader that began anew say its state again.
-
-    Loaded with the state of a pass that had ended, it begins the next one, but keeps that state as its own for good
-    (torchdata 0.11).
-    """
-    if getattr(iterator, "_cached_item", True) is None and hasattr(iterator, "_cached_state_dict"):
-        iterator._cached_state_dict = None
-
-
 def without_iterator(loader: Any) -> Any:
     """A shallow copy of a StatefulDataLoader that is not being iterated."""
     other = copy.copy(loader)
     other.__dict__["_iterator"] = None
     return other
-
-
-# --- torchdata.nodes ---
-
-
-def nodes_in(loader: Any) -> list[Any]:
-    """The nodes below a Loader of torchdata.nodes."""
-    kind = sys.modules["torchdata.nodes"].BaseNode
-    found: dict[int, Any] = {}
-    queue = [loader.root]
-    while queue:
-        each = queue.pop()
-        if isinstance(each, kind) and id(each) not in found:
-            found[id(each)] = each
-            queue += vars(each).values()
-        elif isinstance(each, dict | list | tuple):
-            queue += each.values() if isinstance(each, dict) else each
-    return list(found.values())
-
-
-def reads_ahead(nodes: list[Any]) -> str:
-    """The names of the nodes whose threads or processes read; empty if there are none."""
-    ahead = [node for node in nodes if type(node).__name__ in ("ParallelMapper", "Prefetcher", "PinMemory")]
-    # A Mapper is a ParallelMapper without workers.
-    return " and ".join(sorted({type(node).__name__ for node in ahead if getattr(node, "num_workers", 1) > 0}))
-
-
-def held_by_nodes(nodes: list[Any]) -> list[Any]:
-    """What nodes hold and call, except other nodes and samplers."""
-    kind = sys.modules["torchdata.nodes"].BaseNode
-    held = [value for node in nodes for name, value in vars(node).items() if name not in ("sampler", "_it")]
-    return [value for value in held if not isinstance(value, kind) and (callable(value) or hasattr(value, "__iter__"))]
 
 
 def own_samplers(samplers: list[Any]) -> list[Any]:
@@ -225,17 +179,8 @@ def _is_torchs(sampler: Any) -> bool:
     return known and (inner is None or inner is sampler or _is_torchs(inner))
 
 
-def begin_samplers(loader: Any) -> None:
-    """Let the samplers of a torchdata.nodes.Loader draw their order now, and not while batches are read."""
-    for node in nodes_in(loader):
-        sampler = getattr(node, "sampler", None)
-        inside = getattr(node, "iterable", None) if sampler is None else sampler
-        if inside is not None and not hasattr(inside, "load_state_dict") and getattr(node, "_it", None) is not None:
-            node._it = _drawn_now(node._it, sampler, node._num_yielded)
-
-
 def begin_sampler(iterator: Any, seed: Callable[[], None]) -> None:
-    """The same for the iterator of a StatefulDataLoader without worker processes.
+    """Let the sampler of a StatefulDataLoader without worker processes draw its order now, not while batches are read.
 
     torchdata asks a sampler for an iterator twice where it loads a state. One that draws its order at once, and not
     when it is first read, gives the second order then. So it is asked once more in each case, after `seed`.
@@ -265,26 +210,3 @@ def _drawn_now(indices: Iterator[Any], sampler: Any, yielded: int) -> Iterator[A
     count = max(length - yielded, 0) if length is not None else int(not yielded or sampler is not None)
     drawn = list(itertools.islice(indices, count))
     return iter(drawn) if len(drawn) < count else itertools.chain(drawn, indices)
-
-
-def gives_out_of_order(nodes: list[Any]) -> bool:
-    """Whether a node gives what its workers have made as it comes."""
-    return any(getattr(node, "num_workers", 0) and getattr(node, "in_order", True) is False for node in nodes)
-
-
-def go_to_the_end(loader: Any) -> None:
-    """Let a Loader that was given the state of a pass that had ended stand there: its next pass is the next epoch."""
-    if getattr(loader, "_next_iter_state_dict", None) is not None:
-        with not_restarting(loader):
-            iter(loader).has_next()
-
-
-@contextlib.contextmanager
-def not_restarting(loader: Any) -> Iterator[None]:
-    """A Loader that may restart reads its first batch when it is asked for an iterator, under no stream of its own."""
-    restarts = loader.restart_on_stop_iteration
-    loader.restart_on_stop_iteration = False
-    try:
-        yield
-    finally:
-        loader.restart_on_stop_iteration = restarts

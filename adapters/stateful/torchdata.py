@@ -1,4 +1,4 @@
-"""torchdata: StatefulDataLoader, and the Loader of torchdata.nodes."""
+"""torchdata: StatefulDataLoader. The Loader of torchdata.nodes is refused, with what to write."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader
 
 from midepoch.adapters.stateful import private
 from midepoch.adapters.stateful.adapter import (
@@ -18,7 +18,8 @@ from midepoch.adapters.stateful.adapter import (
     is_of,
     is_stream,
 )
-from midepoch.loader.adapter import Options, Reach, Run
+from midepoch.errors import UnsupportedSourceError
+from midepoch.loader.adapter import Adapter, Options, Reach, Run
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order.keys import TORCH_KEYS, derive_key
 from midepoch.randomness.owned import find_generators
@@ -26,7 +27,7 @@ from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.private import end_early_workers
 from midepoch.samplers import length_of
 
-__all__ = ["NodesAdapter", "TorchdataAdapter"]
+__all__ = ["TorchdataAdapter"]
 
 
 class TorchdataAdapter(StatefulAdapter):
@@ -59,8 +60,19 @@ class TorchdataAdapter(StatefulAdapter):
 
     @classmethod
     def recognises(cls, source: object) -> bool:
-        """A StatefulDataLoader, or an instance of a subclass."""
-        return is_of("torchdata", source) and isinstance(source, DataLoader)
+        """A StatefulDataLoader, or a Loader of torchdata.nodes."""
+        return is_of("torchdata", source) and (isinstance(source, DataLoader) or hasattr(source, "root"))
+
+    @classmethod
+    def choose(cls, source: Any, options: Options) -> Adapter:
+        """A StatefulDataLoader."""
+        if not isinstance(source, DataLoader):
+            raise UnsupportedSourceError(
+                "the state of a torchdata.nodes Loader has no generator, neither a sampler's nor those that its nodes "
+                "draw from. Wrap a function that makes it, to have it read again from its start: "
+                "midepoch.wrap(make_loader)"
+            )
+        return cls(source, options)
 
     def what_is_sent(self) -> Any:
         """The loader without its running iterator, which cannot be pickled: the loader's place says all."""
@@ -81,7 +93,8 @@ class TorchdataAdapter(StatefulAdapter):
         order, listed = stated.exact_order, [] if source.num_workers or not self.options.streams else self._samplers
         at_once = [type(each).__name__ for each in _listed(listed) if not hasattr(each, "load_state_dict")]
         if source.num_workers and not getattr(source, "in_order", True):
-            order = _OUT_OF_ORDER
+            why = "in_order=False: torchdata's state counts what came, and not what that was: leave in_order out"
+            order = Capability(False, why)
         elif at_once:
             why = f"{order.reason}; {at_once[0]} gives its whole order when an epoch begins"
             order = dataclasses.replace(order, reason=why)
@@ -166,11 +179,6 @@ class TorchdataAdapter(StatefulAdapter):
         return {} if self._reads_again else super().current(iterator)
 
 
-_OUT_OF_ORDER = Capability(
-    False, "in_order=False: torchdata's state counts what came, and not what that was: leave in_order out"
-)
-
-
 def _listed(samplers: list[Any]) -> list[Any]:
     """The user's own samplers whose order is drawn as a whole when an epoch begins: see `private.begin_sampler`."""
     return [each for each in private.own_samplers(samplers) if length_of(each) is not None]
@@ -182,84 +190,3 @@ def _seed_generators(holders: list[Any], key: int) -> None:
         generator = getattr(holder, "generator", None)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(key & TORCH_KEYS)
-
-
-def _give_generators(samplers: list[Any]) -> None:
-    """Give torch's samplers generators of their own if they would draw from the global one.
-
-    A thread that reads ahead draws their order now before and now after the global generator is somewhere else, and a
-    resumed run may ask several of them in another order.
-    """
-    for sampler in samplers:
-        if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler) and not sampler.generator:
-            sampler.generator = torch.Generator()
-
-
-class NodesAdapter(StatefulAdapter):
-    """The Loader of torchdata.nodes.
-
-    Its state has no generators, neither a sampler's nor those that a Mapper draws from. So each epoch's samplers begin
-    under a stream of their own, and so does each batch where no thread or process of the pipeline reads ahead. torch's
-    samplers that would draw from the global generator are given one of their own.
-    """
-
-    name: ClassVar[str] = "torchdata-nodes"
-    how_to_divide = "Begin with a SamplerWrapper over a DistributedSampler"
-
-    def __init__(self, source: Any, options: Options) -> None:
-        super().__init__(source, options)
-        nodes = private.nodes_in(source)
-        self._ahead = private.reads_ahead(nodes)
-        samplers = [node.sampler for node in nodes if hasattr(node, "sampler")]
-        self._samplers = [*samplers, *(each.sampler for each in samplers if hasattr(each, "sampler"))]
-        self._own = private.held_by_nodes(nodes)
-        drawing = [] if self._ahead else _listed(self._samplers)
-        self._opening = Streams(*self._own, *drawing) if options.streams else None
-        self._out_of_order = private.gives_out_of_order(nodes)
-        self.streams = Streams(*self._own) if options.streams and not self._ahead else None
-
-    @classmethod
-    def recognises(cls, source: object) -> bool:
-        """Its Loader, or an instance of a subclass."""
-        return is_of("torchdata", source) and not isinstance(source, DataLoader) and hasattr(source, "root")
-
-    def drawing(self) -> tuple[object, ...]:
-        """What its nodes call."""
-        return tuple(self._own)
-
-    def capabilities(self) -> Capabilities:
-        """Those of any state, plus keyed streams where batches are read in this thread."""
-        stated, exact = super().capabilities(), OF_THE_BATCH
-        if self._opening is None:
-            exact = NO_STREAMS
-        elif self._ahead:
-            why = f"{self._ahead} reads ahead, and torchdata does not restore the generators that it draws from"
-            exact = Capability(False, f"{why}: {self.cure}")
-        # Of what has no state of its own, torchdata reads again what was read, which a trial of one place does not see.
-        order = _OUT_OF_ORDER if self._out_of_order else dataclasses.replace(stated.exact_order, believed=True)
-        return dataclasses.replace(stated, exact_order=order, exact_augmentations=exact)
-
-    @property
-    def cure(self) -> str:
-        """Of nodes that read ahead. Those that do not lose nothing to the state."""
-        if not self._ahead:
-            return super().cure
-        return (
-            f"leave out what reads ahead ({self._ahead}; a Mapper in place of a ParallelMapper), or let the sampler's "
-            "order follow from a seed alone, and draw in then=, whose numbers are restored"
-        )
-
-    def start(self, run: Run, state: Any) -> Iterator[Any]:
-        """Start under the epoch's stream, which also seeds the samplers' own generators."""
-        if self._opening is None:
-            return super().start(run, state)
-        key = derive_key(Purpose.OPENING, run.seed, run.epoch, run.world.rank)
-        if state is None:
-            private.go_to_the_end(self.source)
-        _give_generators(self._samplers)
-        _seed_generators(self._samplers, key)
-        with self._opening.under(key), private.not_restarting(self.source):
-            iterator = super().start(run, state)
-            if not self._ahead:
-                private.begin_samplers(self.source)
-        return iterator

@@ -21,23 +21,10 @@ from streaming import StreamingDataset
 from midepoch.packages import Package, Replacement
 
 __all__ = [
-    "RETRIES",
-    "check",
-    "each_sample",
-    "end_pass",
-    "free_barrier",
-    "has_failed",
-    "nodes",
-    "overridden",
-    "own_formats",
-    "pass_of",
-    "rank_world",
-    "resume_override",
-    "set_place",
-    "use_own_end_pass",
-    "work",
+    "RETRIES", "check", "each_sample", "end_pass", "free_barrier", "has_failed", "nodes", "overridden",
+    "own_formats", "pass_of", "rank_world", "resume_override", "set_place", "use_own_end_pass", "work",
     "worker_world",
-]
+]  # fmt: skip
 
 _STREAMING = Package("Streaming", ("mosaicml-streaming",), ("0.13", "0.13"))
 

@@ -60,8 +60,8 @@ class ExactResume(Callback):
         generators: whether to save these generators, 14 KB for each process, and to set them in a run that
             resumes. False leaves them alone.
 
-    Warns with MidepochWarning if a loader is not wrapped, and if a checkpoint is saved between two batches whose
-    gradients are accumulated, because no checkpoint holds gradients.
+    Raises TypeError if a train loader is not wrapped. Warns with MidepochWarning if a checkpoint is saved between two
+    batches whose gradients are accumulated, because no checkpoint holds gradients.
     """
 
     def __init__(self, generators: bool = True) -> None:
@@ -72,8 +72,6 @@ class ExactResume(Callback):
         self._before_sanity_check: list[State] = []
         self._is_validating = False
         self._saved: dict[str, Any] | None = None  # from the checkpoint that this run resumes from
-        self._by_lightning: list[State] = []  # what Lightning had saved of the train loaders in it
-        self._is_lightnings = False  # a train loader is not wrapped, so their states are left to Lightning
         self._validation_states: list[State | None] = []  # from that checkpoint, until there are loaders to load them
         self._give_back: list[Callable[[], None]] = []
 
@@ -86,8 +84,7 @@ class ExactResume(Callback):
         private.check(trainer)
         fit_loop = trainer.fit_loop
         self._train, self._validation, self._is_validating = None, [], False
-        self._saved, self._by_lightning, self._is_lightnings = None, [], False
-        self._validation_states, self._set_generators = [], None
+        self._saved, self._validation_states, self._set_generators = None, [], None
         self._give_back = [
             private.intercept(fit_loop, lambda loaders: self._take_train(loaders, trainer)),
             private.intercept(fit_loop.epoch_loop.val_loop, lambda loaders: self._take_validation(loaders, trainer)),
@@ -101,16 +98,16 @@ class ExactResume(Callback):
     def _take_train(self, loaders: Any, trainer: Any) -> Any:
         combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
         parts = [loader_of(each) for each in combined.flattened]
-        bare = [each for each, part in zip(combined.flattened, parts, strict=True) if part is None]
-        if bare:
-            _warn_of_bare("train", bare)
-        if bare or private.mode_of(combined) == "sequential":  # Lightning refuses this mode for training
-            self._is_lightnings = True
-            if self._by_lightning:
-                private.load_later(trainer, self._by_lightning)
-            return loaders
         wrapped = [each for each in parts if each is not None]
-        for part in parts:
+        if len(wrapped) < len(parts):
+            names = {type(each).__name__ for each, part in zip(combined.flattened, parts, strict=True) if part is None}
+            raise TypeError(
+                f"ExactResume needs wrapped train loaders, and those of type {', '.join(sorted(names))} are not: pass "
+                "midepoch.wrap(loader)"
+            )
+        if private.mode_of(combined) == "sequential":  # Lightning refuses this mode for training
+            return loaders
+        for part in wrapped:
             _begin(part, trainer.current_epoch)
         shape: Callable[[Any], Any] | None = None
         if loaders is combined.flattened[0]:
@@ -152,8 +149,6 @@ class ExactResume(Callback):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Lightning calls this on every rank."""
         if self._train is None:
-            if self._is_lightnings:
-                checkpoint[_KEY] = {"version": _VERSION, "by_lightning": True}
             return
         progress = trainer.fit_loop.epoch_loop.batch_progress
         self._warn_of_accumulation(trainer)
@@ -203,13 +198,11 @@ class ExactResume(Callback):
             return
         loops = checkpoint["loops"]["fit_loop"]
         saved = checkpoint.get(_KEY)
-        if saved is not None and saved.get("by_lightning"):
-            return
-        self._by_lightning = loops["state_dict"].pop("combined_loader", None) or []
+        by_lightning = loops["state_dict"].pop("combined_loader", None)
         if saved is None:
-            if not self._by_lightning:
+            if not by_lightning:
                 return
-            saved = self._from_lightning(self._by_lightning, loops)
+            saved = self._from_lightning(by_lightning, loops)
         elif saved.get("version") != _VERSION:
             raise StateError(
                 f"the checkpoint was saved by another version of midepoch's callback ({saved.get('version')}, this is "
@@ -274,10 +267,9 @@ class ExactResume(Callback):
                 "not say which of them had ended: resume without it, or start from a checkpoint saved with it"
             )
         batches = loops["epoch_loop.batch_progress"]
-        ended = bool(batches["is_last_batch"])
         return {
             "train": states[0],
-            "ended": ended,
+            "ended": bool(batches["is_last_batch"]),
             "batches": batches["current"]["processed"],
             "validation": [],
             "validating": False,
@@ -538,11 +530,3 @@ def _move_into_validation(loops: dict[str, Any]) -> None:
     for each in (progress["current"], progress["total"]):
         each["completed"] = each["processed"]
         each["ready"] = each["started"] = each["processed"] + 1
-
-
-def _warn_of_bare(kind: str, bare: list[Any]) -> None:
-    names = ", ".join(sorted({type(each).__name__ for each in bare}))
-    warn(
-        f"{kind} loaders of type {names} are not wrapped, so they start again when a run resumes"
-        f"{', and Lightning alone resumes the others' if kind == 'train' else ''}: pass midepoch.wrap(loader)",
-    )

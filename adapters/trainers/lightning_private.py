@@ -11,22 +11,11 @@ from typing import Any
 
 from midepoch.combine.adapter import Mode
 from midepoch.packages import Package
-from midepoch.state.format import State
 
 __all__ = [
-    "check",
-    "fetcher_of",
-    "has_read_all",
-    "intercept",
-    "load_later",
-    "mode_of",
-    "no_longer_restarts",
-    "spec_of",
-    "train_made_in",
-    "validated",
-    "validation_made_in",
-    "will_validate",
-]
+    "check", "fetcher_of", "has_read_all", "intercept", "mode_of", "no_longer_restarts", "spec_of",
+    "train_made_in", "validated", "validation_made_in", "will_validate",
+]  # fmt: skip
 
 _DISTRIBUTIONS = ("lightning", "pytorch-lightning")
 _LIGHTNING = Package(
@@ -46,7 +35,7 @@ def check(trainer: Any) -> None:
         "fit_loop.epoch_loop._should_check_val_fx",
         "fit_loop.epoch_loop.val_loop._data_fetcher", "fit_loop.epoch_loop.val_loop._data_source.dataloader",
         "fit_loop.epoch_loop.val_loop._has_run", "fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch",
-        "fit_loop.is_resuming", "fit_loop._combined_loader_states_to_load",
+        "fit_loop.is_resuming",
     )  # fmt: skip
 
 
@@ -81,11 +70,6 @@ def mode_of(combined: Any) -> Mode:
 def spec_of(combined: Any) -> Any:
     """The container that a CombinedLoader's loaders were given in: a list, a dict."""
     return combined._spec
-
-
-def load_later(trainer: Any, states: list[State]) -> None:
-    """Have Lightning load these states into the train loaders, as soon as it has them."""
-    trainer.fit_loop._combined_loader_states_to_load = states
 
 
 def train_made_in(trainer: Any) -> float:

@@ -169,10 +169,9 @@ class Feed:
     def next_batch(self, epoch: int | None) -> tuple[Any, int]:
         """The next batch and its epoch. `epoch`: of the pass, if it has begun. Raises StopIteration at its end."""
         if self._given and self.step_due:
-            _refuse_local(private.trains_alone(self._manager))
             raise MidepochError(
                 "the next batch was asked for before the vote on the last one: call optimizer.step(), or "
-                "manager.should_commit(), once for each step"
+                "manager.should_commit(), for each step, and not every few steps, as LocalSGD and DiLoCo do"
             )
         if not self._given:
             if not self._begun:

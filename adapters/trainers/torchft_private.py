@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -14,20 +13,9 @@ from midepoch.errors import MidepochError
 from midepoch.packages import Package
 
 __all__ = [
-    "asked_by_local",
-    "check",
-    "device_of",
-    "fail_mistaken_quorums",
-    "first_step_is_the_primarys",
-    "groups_that_count",
-    "is_fed",
-    "quorum_of",
-    "ranks_of",
-    "replace",
-    "state_on_its_way",
-    "told_in_group",
-    "trains_alone",
-]
+    "asked_by_local", "check", "device_of", "fail_mistaken_quorums", "first_step_is_the_primarys",
+    "groups_that_count", "is_fed", "quorum_of", "ranks_of", "replace", "state_on_its_way", "told_in_group",
+]  # fmt: skip
 
 _TORCHFT = Package("torchft", ("torchft", "torchft-nightly"), ("0.2", "0.2"))
 _TORCHFT.part("torchft.local_sgd:LocalSGD")
@@ -132,14 +120,6 @@ def asked_by_local(frame: FrameType) -> str:
     """The class of LocalSGD's or DiLoCo's code that makes a call; empty if other code does."""
     asks = frame.f_globals.get("__name__") == "torchft.local_sgd"
     return type(frame.f_locals.get("self")).__name__ if asks else ""
-
-
-def trains_alone(manager: Any) -> str:
-    """LocalSGD or DiLoCo, if one was made for this Manager; otherwise empty. Scans all objects: for errors only."""
-    from torchft.local_sgd import DiLoCo, LocalSGD
-
-    found = (each for each in gc.get_objects() if issubclass(type(each), LocalSGD | DiLoCo))
-    return next((type(each).__name__ for each in found if getattr(each, "_manager", None) is manager), "")
 
 
 def ranks_of(manager: Any) -> int:

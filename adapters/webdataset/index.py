@@ -92,7 +92,6 @@ class Index:
 
     Attributes:
         shards: those that can be read.
-        kept: their numbers in the list of urls.
         counts: number of samples in each shard.
         firsts: number of the first sample of each shard.
         starts, lengths: int64; where each sample is in its shard.
@@ -100,8 +99,7 @@ class Index:
         checksum: identifies the shards by names, samples and headers.
     """
 
-    def __init__(self, indexes: list[ShardIndex], kept: list[int]) -> None:
-        self.kept = kept
+    def __init__(self, indexes: list[ShardIndex]) -> None:
         none = np.empty(0, np.int64)
         self.shards = [index.shard for index in indexes]
         self.counts = [len(index.starts) for index in indexes]
@@ -225,16 +223,10 @@ class _Cache:
         with contextlib.suppress(FileExistsError):
             self.folder.mkdir(mode=0o700)
         found = self.folder.lstat()
-        if not stat.S_ISDIR(found.st_mode):
-            what = "is no folder"
-        elif found.st_uid != os.geteuid():
-            what = f"belongs to user {found.st_uid}"
-        elif found.st_mode & 0o022:
-            what = "can be written by others"
-        else:
-            return True
-        self._warn(f"indexes in {self.folder} are not trusted: it {what}")
-        return False
+        own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+        if not own:
+            self._warn(f"indexes in {self.folder} are not trusted: it is not a folder that you alone can write to")
+        return own
 
     def _warn(self, what: str) -> None:
         if not self._warned:
@@ -325,15 +317,13 @@ def build_index(
         SourceError: a shard cannot be read, and the handler does not continue.
     """
     shards: list[Shard] = []
-    kept: list[int] = []
     with ThreadPoolExecutor(max_workers=_THREADS) as pool:
         found = list(pool.map(_try_locate, urls))
-    for number, (url, place) in enumerate(zip(urls, found, strict=True)):
+    for url, place in zip(urls, found, strict=True):
         if isinstance(place, str):
             return place
         if isinstance(place, Shard):
             shards.append(place)
-            kept.append(number)
             continue
         error = SourceError(f"{url} cannot be opened ({place}): restore it, or leave it out of the urls")
         error.__cause__ = place
@@ -351,7 +341,7 @@ def build_index(
         for index in pool.map(get, shards):  # which cancels the others if one fails
             bar.update(index.shard.size)
             indexes.append(index)
-    return Index(indexes, kept)
+    return Index(indexes)
 
 
 def _try_locate(url: str) -> Shard | str | OSError:

@@ -118,7 +118,7 @@ NATIVE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"reader": "file"}, {"world_sizes": (1, 2, 3)}),
     ({"reader": "file", "size": 17, "pad_last_batch": True, "policy": "PARTIAL", "kind": "ragged"}, {"laws": "few"}),
     ({"reader": "file", "size": 20, "auto_reset": True}, {"laws": "few"}),  # epochs differ in length
-    ({"reader": "numpy", "policy": "DROP", "stick_to_shard": True, "state_shards": True}, {"world_sizes": (2,)}),
+    ({"reader": "numpy", "policy": "DROP", "stick_to_shard": True}, {"world_sizes": (2,)}),
     ({"reader": "webdataset", "size": 40, "batch_size": 5, "pipelines": 2}, {"laws": "few"}),
     ({"reader": "file", "shuffle_after_epoch": True, "pipeline": {"exec_dynamic": False}}, {"laws": "few"}),
     ({"prepare": False, "kind": "ragged", "pipeline": {"enable_checkpointing": True, "exec_dynamic": False},
@@ -303,14 +303,14 @@ def test_the_next_epoch_after_a_break_is_reached_by_reading(root: str, padded: b
             assert ids(loader) == epochs[1]
 
 
-def test_sharded_by_midepoch_or_refused_by_name(root: str) -> None:
+def test_shards_of_other_ranks_are_refused_by_name(root: str) -> None:
     parts = [ids(native(rank, 3, root=root)) for rank in range(3)]
     assert sorted(label for part in parts for batch in part for label in batch) == list(range(18))
-    stated = [ids(native(rank, 3, root=root, state_shards=True)) for rank in range(3)]
-    assert parts == stated
-    wrong = native(1, 2, root=root, num_shards=3, shard_id=1)
-    with pytest.raises(Unsupported, match=r"num_shards=3, shard_id=1.*rank 1 of 2: write num_shards=2, shard_id=1"):
-        next(iter(wrong))
+    for shards in (3, 1):
+        wrong = native(1, 2, root=root, num_shards=shards, shard_id=0)
+        told = rf"num_shards={shards}, shard_id=0.*rank 1 of 2: write num_shards=2, shard_id=1"
+        with pytest.raises(Unsupported, match=told):
+            next(iter(wrong))
     made = dali.factory(sources.MakeCallback("python", root, False))
     with pytest.raises(Unsupported, match="write num_shards=2, shard_id=0, or pass shard=False"):
         len(midepoch.wrap(made, world=World(0, 2)))

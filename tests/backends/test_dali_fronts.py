@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,8 +53,9 @@ def every_cut(make: Callable[[], midepoch.Loader], epochs: int = 3) -> list[str]
 
 
 @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, seed=3)
-def native(root: str, plus: int = 1, shifted: bool = False) -> Any:
-    number = fn.readers.numpy(file_root=root, name="Reader", random_shuffle=True, initial_fill=5)
+def native(root: str, plus: int = 1, shifted: bool = False, shards: int = 1) -> Any:
+    options = {"random_shuffle": True, "initial_fill": 5, "num_shards": shards, "shard_id": 0}
+    number = fn.readers.numpy(file_root=root, name="Reader", **options)
     number = fn.cast(number, dtype=types.FLOAT if plus == 1 else types.FLOAT64)
     return (number + 1.0 if shifted else number), fn.random.uniform(shape=[2])
 
@@ -249,32 +248,7 @@ def test_the_laws_hold_for_jax_s_iterator(root: str) -> None:
 # --- dynamic mode -----------------------------------------------------------------------------------------------------
 
 
-def labels(loader: midepoch.Loader) -> list[list[int]]:
-    return [sources.identify(batch) for batch in loader]
-
-
-@pytest.mark.parametrize(("options", "batch"), [({}, BATCH), ({"shard_id": 1, "num_shards": 3}, 5)])  # 1, 2, 1 batches
-def test_dynamic_mode_goes_on_by_dali_s_own_checkpoint(options: dict[str, Any], batch: int, root: str) -> None:
-    reader = ndd.readers.Numpy(file_root=root, random_shuffle=True, seed=3, initial_fill=5, **options)
-    epochs = (each for _ in range(3) for (each,) in reader.next_epoch(batch_size=batch))
-    bare = [[int(np.asarray(number)[0]) for number in each] for each in epochs]
-    make = functools.partial(sources.dynamic, root, batch_size=batch, seed=1, **options)
-    with make() as loader:
-        assert [each for _ in range(3) for each in labels(loader)] == bare
-    assert len(set(every_cut(make))) == len(bare)
-
-
-def test_the_laws_hold_in_dynamic_mode(root: str) -> None:
-    report = check_resumable(
-        functools.partial(sources.dynamic, root, batch_size=BATCH), quick=True, shuffled=True, world_sizes=(1, 2),
-        identify=sources.identify, draws=sources.draws, raise_on_failure=False,
-    )  # fmt: skip
-    assert report.holds, str(report)
-    refused = {verdict.law for verdict in report.verdicts if verdict.status == "refused clearly"}
-    assert refused == {"topology", "reshard", "delivery", "holes"}
-
-
-def test_dynamic_mode_is_refused_where_its_epochs_are_not_seen(root: str) -> None:
+def test_a_reader_of_dynamic_mode_is_refused_with_the_line(root: str) -> None:
     reader = ndd.readers.Numpy(file_root=root)
 
     def batches() -> Iterator[Any]:
@@ -284,46 +258,27 @@ def test_dynamic_mode_is_refused_where_its_epochs_are_not_seen(root: str) -> Non
         def __iter__(self) -> Iterator[Any]:
             yield from reader.next_epoch(batch_size=BATCH)
 
-    for source in (batches, Epochs(), reader, lambda: reader.next_epoch(batch_size=BATCH)):
-        with pytest.raises(Unsupported, match=r"dynamic mode.*functools\.partial\(reader\.next_epoch"):
+    class Holds(list[Any]):
+        def __init__(self) -> None:
+            self.reader = reader
+
+    of_reader = (reader.next_epoch, functools.partial(reader.next_epoch, batch_size=BATCH))
+    for source in (batches, Epochs(), Holds(), reader, lambda: reader.next_epoch(batch_size=BATCH), *of_reader):
+        with pytest.raises(Unsupported, match=r"dynamic mode.* Wrap a function that makes the reader anew.*seed="):
             midepoch.wrap(source)
-    with pytest.raises(Unsupported, match="no batch_size"):
-        midepoch.wrap(reader.next_epoch)
-    with pytest.raises(Unsupported, match="capture=True"):
-        midepoch.wrap(functools.partial(reader.next_epoch, batch_size=BATCH, capture=True))
-    next(iter(reader.next_epoch(batch_size=BATCH)))
-    with pytest.raises(Unsupported, match="already been read"):
-        midepoch.wrap(functools.partial(reader.next_epoch, batch_size=BATCH))
-    epochs = functools.partial(ndd.readers.Numpy(file_root=root).next_epoch, batch_size=2)
-    loader = midepoch.wrap(epochs, world=World(1, 2))
-    with pytest.raises(Unsupported, match="write num_shards=2, shard_id=1"):
-        next(iter(loader))
 
 
-STICKS = {"shard_id": 1, "num_shards": 2, "stick_to_shard": True}
-OTHER_READERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"batch_size": 2}, "batch_size differs"),
-    ({}, {"file_filter": "0*.npy"}, r"settings differs: .* \(only here: file_filter\)"),
-    (STICKS, {**STICKS, "stick_to_shard": False}, r"settings differs: .* \(other stick_to_shard\)"),
-    ({"shard_id": 0, "num_shards": 2}, {"shard_id": 1, "num_shards": 2}, "shard_id differs: .* with 0, .* has 1"),
-    ({"shard_id": 0, "num_shards": 2}, {"shard_id": 0, "num_shards": 3}, "num_shards differs|size"),
-    ({}, {"root": "other"}, "data differs"),
-]
+def test_a_function_that_makes_a_dynamic_reader_is_read_again(root: str) -> None:
+    def batches() -> Any:
+        options = {"random_shuffle": True, "initial_fill": 5, "seed": random.getrandbits(31)}
+        return ndd.readers.Numpy(file_root=root, **options).next_epoch(batch_size=BATCH)
 
+    def numbers(batch: Any) -> list[int]:
+        return [int(np.asarray(each)[0]) for each in batch[0]]
 
-@pytest.mark.parametrize(("saved", "here", "told"), OTHER_READERS)
-def test_a_state_of_another_dynamic_reader_is_refused(
-    saved: dict[str, Any], here: dict[str, Any], told: str, root: str, tmp_path: Path
-) -> None:
-    loader = sources.dynamic(root, **saved)
-    next(iter(loader))
-    other = tmp_path / Path(root).name  # as many files, with other names
-    other.mkdir()
-    for file in Path(root).glob("*.npy"):
-        shutil.copy(file, other / f"other_{file.name}")
-    make = functools.partial(sources.dynamic, **{**here, "root": str(other) if "root" in here else root})
-    with pytest.raises(StateMismatchError, match=told):
-        make().load_state_dict(loader.state_dict())
+    with pytest.warns(midepoch.MidepochWarning, match="read again from its start"):
+        given = every_cut(lambda: midepoch.wrap(batches, seed=1, then=numbers))
+    assert len(set(given)) == 12
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------
@@ -344,7 +299,7 @@ def test_another_world_is_refused_with_the_cure(root: str) -> None:
         next(iter(loader))
         state = loader.state_dict()
     with pytest.raises(StateMismatchError) as raised:
-        midepoch.wrap(iterator(root), world=World(0, 2)).load_state_dict(state)
+        midepoch.wrap(iterator(root, shards=2), world=World(0, 2)).load_state_dict(state)
     cure = "dali.readers.numpy(...) of midepoch.adapters in place of fn.readers.numpy(...), dali.random in place of"
     assert cure in str(raised.value)
 

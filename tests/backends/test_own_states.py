@@ -140,12 +140,6 @@ def rows_in_workers(kind: Any = DataLoader) -> Any:
     return kind(rows.map(with_noise), own.BATCH, num_workers=2, multiprocessing_context="fork")
 
 
-def nodes_ahead() -> Any:
-    import torchdata.nodes as parts
-
-    return parts.Loader(parts.Prefetcher(parts.Batcher(parts.IterableWrapper(range(own.SIZE)), own.BATCH), 2))
-
-
 THEN: dict[str, Any] = {"then": drawn_here}
 # Which package; what is told; what it says to write; what is passed to `wrap`.
 CURES: dict[str, tuple[str, Callable[[], Any], str, Callable[[], Any], dict[str, Any]]] = {
@@ -155,7 +149,6 @@ CURES: dict[str, tuple[str, Callable[[], Any], str, Callable[[], Any], dict[str,
     "Grain IterDataset, random_map": ("grain", own.grain_dataset, "random_map", grain_random_map, {}),
     "Grain ElasticIterator, then=": ("grain", own.grain_elastic, "or in then=", own.grain_elastic, THEN),
     "LitData, then=": ("litdata", own.litdata_loader, "draw in then=", own.litdata_loader, THEN),
-    "torchdata.nodes ahead, then=": ("torchdata", nodes_ahead, "leave out .*Prefetcher.* then=", nodes_ahead, THEN),
     "workers of a StatefulDataLoader": (
         "datasets",
         lambda: rows_in_workers(StatefulDataLoader),
@@ -353,7 +346,6 @@ BELIEVED: list[tuple[Callable[[], Any], str]] = [
     (lambda: Holding(lambda: 0), "cannot be pickled"),
     (lambda: Fails(-1, states=False), "when an epoch is read from its beginning"),  # it never says its state
     (lambda: own.torchdata(2), "worker processes"),
-    (own.nodes, "cannot be pickled"),
 ]
 
 
@@ -366,12 +358,25 @@ def test_what_cannot_be_tried_is_believed_and_says_why(make: Callable[[], Any], 
 
 
 def test_batches_that_come_out_of_order_are_not_promised() -> None:
+    source = StatefulDataLoader(range(12), 2, num_workers=2, in_order=False)
+    order = wrap(source, seed=1).capabilities.exact_order
+    assert not order and "in_order=False" in order.reason
+
+
+def test_nodes_of_torchdata_are_refused_with_what_to_write() -> None:
+    """Read again from their start: two epochs, cut everywhere, under other global generators."""
     import torchdata.nodes as parts
 
-    thread = parts.ParallelMapper(parts.IterableWrapper(range(12)), own.still, 2, in_order=False)
-    for source in (parts.Loader(thread), StatefulDataLoader(range(12), 2, num_workers=2, in_order=False)):
-        order = wrap(source, seed=1).capabilities.exact_order
-        assert not order and "in_order=False" in order.reason
+    def make_loader() -> Any:
+        sampler: Any = torch.utils.data.RandomSampler(range(own.SIZE))
+        draws = parts.Mapper(parts.SamplerWrapper(sampler), lambda number: (number, random.random()))
+        return parts.Loader(parts.Batcher(draws, own.BATCH, drop_last=False))
+
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"nodes Loader has no generator.*wrap\(make_loader\)"):
+        wrap(make_loader())
+    with pytest.warns(midepoch.MidepochWarning, match="read again from its start"):
+        given, promised = every_place(lambda: wrap(make_loader, seed=1))
+    assert len(set(given)) == len(given) == 10 and not promised.constant_time_resume
 
 
 class _Own(ResumableTests):
@@ -404,10 +409,10 @@ class _OnRanks(_Own):
     world_sizes: ClassVar[tuple[int, ...]] = (1, 3)
 
 
-class TestNodes(_OnRanks):
+class TestTorchdataOnRanks(_OnRanks):
     """Each rank has its own state, so another world is refused by name."""
 
-    make_loader = staticmethod(own.wrapped_nodes)
+    make_loader = staticmethod(own.wrapped_torchdata_of_rank)
     draws: ClassVar[Any] = staticmethod(own.draws)
     shuffled = True
     elastic_content = False  # numbers are those of the batch
@@ -441,15 +446,13 @@ def test_a_loader_is_sent_to_another_process_while_it_is_read(make: Callable[[],
 BEGINNINGS: dict[str, Callable[[], Loader]] = {
     **{name: functools.partial(lambda name: made(name)(), name) for name in own.WRAPPED},
     "Grain ElasticIterator": lambda: grain_elastic(),
-    "torchdata.nodes": own.wrapped_nodes,
-    "torchdata.nodes that read ahead": own.wrapped_nodes_ahead,
     "an object": lambda: wrap(own.Stream()),
     "StatefulDataLoader of a stream": lambda: wrap(own.EXACT["StatefulDataLoader of a stream"](), seed=1),
     "StatefulDataLoader of rows": lambda: wrap(own.rows_inside(buffer=True), seed=1),
     "DataLoader of a stream": lambda: counting(0),
     "DataLoader of a stream, two workers": lambda: counting(2),
 }
-ONLY_ON = ("LitData", "torchdata.nodes", "an object", "StatefulDataLoader of a stream", "DataLoader of a stream")
+ONLY_ON = ("LitData", "an object", "StatefulDataLoader of a stream", "DataLoader of a stream")
 """Of these, no state leads to an epoch behind one that was left."""
 
 
@@ -771,7 +774,7 @@ def test_a_state_of_another_version_of_a_package_is_told(monkeypatch: pytest.Mon
     def saved(version: Callable[[str], str]) -> dict[str, Any]:
         with monkeypatch.context() as patch:
             patch.setattr(importlib.metadata, "version", version)
-            loader: Loader = own.wrapped_nodes()
+            loader: Loader = own.wrapped_torchdata()
             taken(loader, 2)
             return loader.state_dict()
 
@@ -779,12 +782,12 @@ def test_a_state_of_another_version_of_a_package_is_told(monkeypatch: pytest.Mon
         raise importlib.metadata.PackageNotFoundError(name)
 
     with pytest.warns(midepoch.MidepochWarning, match=r"saved with 'torchdata 0\.9\.7', and 'torchdata 0\.11\.0' is"):
-        own.wrapped_nodes().load_state_dict(saved(lambda name: "0.9.7"))
+        own.wrapped_torchdata().load_state_dict(saved(lambda name: "0.9.7"))
     here = importlib.metadata.version("torchdata")
     with warnings.catch_warnings():
         warnings.simplefilter("error", midepoch.MidepochWarning)
         for version in (unknown, lambda name: here):  # states that were saved before do not say it
-            loader = own.wrapped_nodes()
+            loader = own.wrapped_torchdata()
             loader.load_state_dict(saved(version))
             assert len(taken(loader)) == 3
 
@@ -794,35 +797,28 @@ OLDER = Path(sys.prefix) / "wild" / "torchdata_010"
 
 @pytest.mark.skipif(not OLDER.is_dir(), reason="torchdata 0.10.1 is installed by make wild, which runs this test")
 def test_states_of_an_older_torchdata_are_refused_or_told(tmp_path: Path) -> None:
-    """Its nodes refuse them. Its StatefulDataLoader takes them for other places, and gives more than was left."""
+    """It takes them for other places, and gives more than was left."""
     code = (
         "import json, sys; sys.path.insert(0, sys.argv[1]); from support import own_state_sources as own\n"
-        "found = []\n"
-        "for make in (own.wrapped_nodes, own.wrapped_torchdata):\n"
-        "    loader = make(); batches = iter(loader); next(batches), next(batches)\n"
-        "    found.append(loader.state_dict())\n"
-        "print(json.dumps(found))"
+        "loader = own.wrapped_torchdata(); batches = iter(loader); next(batches), next(batches)\n"
+        "print(json.dumps(loader.state_dict()))"
     )
     command = [sys.executable, "-W", "ignore", "-c", code, str(TESTS)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(OLDER), *sys.path])}
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     versions = r"'torchdata 0\.10\.1', and 'torchdata 0\.11\.0' is installed"
-    for make, state, error, words in zip(
-        (own.wrapped_nodes, own.wrapped_torchdata), json.loads(said), (StateError, midepoch.SourceError),
-        (r"refused its own state \(KeyError: 'it_state'\)", "more|continues after the 3 batches"), strict=True,
-    ):  # fmt: skip
-        loader = make()
-        with pytest.warns(midepoch.MidepochWarning, match=versions):
-            loader.load_state_dict(state)
-        with pytest.raises(error, match=words):
-            taken(loader)
-    whole = own.wrapped_nodes()
-    head, state = taken(whole, 2), whole.state_dict()
-    loader = own.wrapped_nodes()
+    loader = own.wrapped_torchdata()
     with pytest.warns(midepoch.MidepochWarning, match=versions):
-        loader.load_state_dict(json.loads(said)[0])
+        loader.load_state_dict(json.loads(said))
+    with pytest.raises(midepoch.SourceError, match=r"more|continues after the 3 batches"):
+        taken(loader)
+    whole = own.wrapped_torchdata()
+    head, state = taken(whole, 2), whole.state_dict()
+    loader = own.wrapped_torchdata()
+    with pytest.warns(midepoch.MidepochWarning, match=versions):
+        loader.load_state_dict(json.loads(said))
     loader.load_state_dict(state)  # its own state takes it elsewhere all the same
-    assert head + taken(loader) == taken(own.wrapped_nodes())
+    assert head + taken(loader) == taken(own.wrapped_torchdata())
 
 
 def test_kept_workers_of_a_stream_with_a_state_are_replayed() -> None:
@@ -936,7 +932,6 @@ def grain_of(divided: bool) -> Any:
 SEVERAL: dict[str, Any] = {
     "an object": of_rank_0,
     "Hugging Face": rows,
-    "torchdata.nodes": lambda divided: own.nodes(sampler=lambda: sampler_of(divided)),
     "StatefulDataLoader": lambda divided: StatefulDataLoader(range(own.SIZE), 2, sampler=sampler_of(divided)),
     "Grain": grain_of,
 }
@@ -1016,11 +1011,7 @@ class AtOnce:
 
 def of_sampler(form: str, make: Callable[[], Any]) -> Any:
     """A sampler in one of the ways in which it may be read."""
-    import torchdata.nodes as parts
-
     sampler = make()
-    if form == "nodes":
-        return parts.Loader(parts.Batcher(parts.SamplerWrapper(sampler), 2))
     if form == "in batches":
         return StatefulDataLoader(range(20), batch_sampler=torch.utils.data.BatchSampler(sampler, 2, False))
     return StatefulDataLoader(range(20), None if form == "one by one" else 2, sampler=sampler)
@@ -1044,7 +1035,7 @@ PLACES: dict[str, Callable[[], Any]] = {
     **{name: functools.partial(lambda name: made(name)(), name) for name in own.WRAPPED},
     **own.EXACT,
     **{f"sampler {name}, {form}": functools.partial(of_sampler, form, make)
-       for name, make in SAMPLERS.items() for form in ("by itself", "one by one", "in batches", "nodes")},
+       for name, make in SAMPLERS.items() for form in ("by itself", "one by one", "in batches")},
     **TOLD_THE_EPOCH,
     "rows with a buffer, StatefulDataLoader, workers": lambda: own.rows_inside(buffer=True, num_workers=2),
     "samples that draw, StatefulDataLoader": lambda: StatefulDataLoader(sources.Noisy(14), 3, shuffle=True),
@@ -1064,15 +1055,13 @@ PLACES: dict[str, Callable[[], Any]] = {
     "ends once more, DataLoader, a worker": lambda: DataLoader(EndsOnceMore(), 4, num_workers=1),
     "ends once more, and draws late, DataLoader": lambda: DataLoader(EndsOnceMore(7), 2),
 }
-BELIEVED_PLACES = r".*(nodes|StatefulDataLoader, workers)|Grain DataLoader"
+BELIEVED_PLACES = r".*StatefulDataLoader, workers|Grain DataLoader"
 
 
 DIES: dict[str, Callable[[], Any]] = {
     "without a state": lambda: StatefulDataLoader(Drawing(), 2),
     "without a state, a worker": lambda: StatefulDataLoader(Drawing(), 2, num_workers=1),
     "a chain without a state": lambda: StatefulDataLoader(torch.utils.data.ChainDataset([Drawing(), Drawing()]), 2),
-    "torchdata.nodes": own.few_nodes,
-    "torchdata.nodes, without streams": lambda: wrap(own.few_nodes(), randomness="none"),
     "right by itself": own.Stream,
 }
 
@@ -1099,8 +1088,7 @@ def test_a_job_that_dies_after_each_batch_loses_nothing(name: str) -> None:
 @pytest.mark.filterwarnings("error::midepoch.MidepochWarning", "ignore:.*is read again from its start")
 def test_every_place_of_two_epochs_is_continued_from(name: str) -> None:
     """Without a word: what is promised is so."""
-    slow = "worker" in name or "prefetched" in name or "threads" in name
-    given, promised = every_place(PLACES[name], (1, 3, 4) if slow else ())
+    given, promised = every_place(PLACES[name], (1, 3, 4) if "worker" in name else ())
     assert len(set(given)) > 1
     order = promised.exact_order
     assert order and ("read again" in order.reason or order.believed == bool(re.match(BELIEVED_PLACES, name))), order
@@ -1117,7 +1105,7 @@ def test_a_source_is_told_the_epoch(name: str) -> None:
 
 
 USED: dict[str, Callable[[], Any]] = {
-    **{name: own.EXACT[name] for name in ("StatefulDataLoader of a stream", "torchdata.nodes", "right by itself")},
+    **{name: own.EXACT[name] for name in ("StatefulDataLoader of a stream", "right by itself")},
 }
 
 
@@ -1133,11 +1121,7 @@ def test_a_used_source_goes_back_to_its_very_beginning(name: str) -> None:
     resumed.load_state_dict(sources.heads(lambda: wrapped(USED[name]), 1)[1])
     next(iter(resumed))
     resumed.load_state_dict(beginning)
-    if name == "torchdata.nodes":  # no copy of it says its first state
-        with pytest.raises(StateError, match=r"no state for its very beginning.* has not been read"):
-            next(iter(resumed))
-    else:
-        assert [digest(batch) for _ in range(2) for batch in resumed] == whole
+    assert [digest(batch) for _ in range(2) for batch in resumed] == whole
 
 
 # --- what a sampler follows ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import random
 import tarfile
@@ -77,22 +76,22 @@ KINDS = {"generic": DALIGenericIterator, "ragged": DALIRaggedIterator}
 
 
 @pipeline_def(num_threads=2, device_id=None)
-def native_pipeline(root: str, size: int, reader: str, shards: tuple[int, int] | None, options: dict[str, Any]) -> Any:
-    stated = {} if shards is None else {"shard_id": shards[0], "num_shards": shards[1]}
+def native_pipeline(root: str, size: int, reader: str, shards: tuple[int, int], options: dict[str, Any]) -> Any:
+    options = {"shard_id": shards[0], "num_shards": shards[1], **options}
     if reader == "numpy":
         label = fn.readers.numpy(
-            files=[f"{root}/npy/{number:03}.npy" for number in range(size)], name="Reader", **options, **stated
+            files=[f"{root}/npy/{number:03}.npy" for number in range(size)], name="Reader", **options
         )
         return label, label + 1000, fn.random.uniform(shape=[2])
     if reader == "webdataset":
         encoded, raw = fn.readers.webdataset(
-            paths=[f"{root}/0.tar", f"{root}/1.tar"], ext=["jpg", "cls"], name="Reader", **options, **stated
+            paths=[f"{root}/0.tar", f"{root}/1.tar"], ext=["jpg", "cls"], name="Reader", **options
         )
         label = fn.reinterpret(raw, dtype=types.INT32)
     else:
         paths = images(root, size)
         encoded, label = fn.readers.file(
-            files=paths, labels=list(range(len(paths))), name="Reader", **options, **stated
+            files=paths, labels=list(range(len(paths))), name="Reader", **options
         )
     cut = fn.resize(fn.decoders.image_random_crop(encoded), resize_x=12, resize_y=12)
     mirrored = fn.crop_mirror_normalize(cut, crop=(8, 8), mirror=fn.random.coin_flip())
@@ -109,7 +108,6 @@ def native(
     size: int = 18,
     reader: str = "file",
     policy: str = "FILL",
-    state_shards: bool = False,
     pipelines: int = 1,
     kind: str = "generic",
     auto_reset: bool = False,
@@ -124,7 +122,7 @@ def native(
         del options["random_shuffle"], options["initial_fill"]
     made = []
     for number in range(pipelines):
-        shards = (rank * pipelines + number, world_size * pipelines) if state_shards or pipelines > 1 else None
+        shards = (rank * pipelines + number, world_size * pipelines)
         settings = {"seed": 11 + number, **(pipeline or {})}
         made.append(native_pipeline(root, size, reader, shards, options, batch_size=batch_size, **settings))
     names = ["label", "data", "random"]
@@ -276,34 +274,6 @@ def of_jax(
 
     iterator = made(batch_size=batch_size, device_id=None, num_threads=1, seed=11)
     return midepoch.wrap(iterator, seed=seed, world=midepoch.World(rank, world_size), then=as_arrays)
-
-
-# --- dynamic mode ----------------------------------------------------------------------------------------------------
-
-
-def dynamic(
-    root: str, rank: int = 0, world_size: int = 1, batch_size: int = 3, seed: int | None = None, **options: Any
-) -> Any:
-    """The epochs of a dynamic reader of .npy files, with numbers of DALI's default generator and of another one."""
-    import nvidia.dali.experimental.dynamic as ndd
-
-    options = {"random_shuffle": True, "seed": 3, "initial_fill": 5, **options}
-    shard = {} if "num_shards" in options else {"shard_id": rank, "num_shards": world_size}
-    epochs = functools.partial(
-        ndd.readers.Numpy(file_root=root, **shard, **options).next_epoch, batch_size=batch_size
-    )
-    shared = False if "num_shards" in options else None
-    return midepoch.wrap(epochs, seed=seed, world=midepoch.World(rank, world_size), shard=shared, then=drawn_by_dali)
-
-
-def drawn_by_dali(batch: Any) -> Any:
-    import nvidia.dali.experimental.dynamic as ndd
-
-    (labels,) = batch
-    own = ndd.random.RNG(random.getrandbits(64))
-    rows = [ndd.random.uniform(batch_size=labels.batch_size, rng=rng) for rng in (None, own)]
-    drawn = torch.tensor([[float(np.asarray(each)) for each in row] for row in rows]).T
-    return [{"label": torch.tensor([int(np.asarray(each)[0]) for each in labels]), "random": drawn}]
 
 
 def as_arrays(batch: Any) -> Any:

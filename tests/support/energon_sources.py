@@ -103,11 +103,6 @@ def wrapped_validation(rank: int = 0, world_size: int = 1, num_workers: int = 0,
     return midepoch.wrap(source, seed=seed, world=midepoch.World(rank, world_size))
 
 
-def wrapped_two_workers() -> Any:
-    """Several worker processes share each pass, which Energon does not resume exactly."""
-    return wrapped_validation(num_workers=2)
-
-
 def wrapped_drawing(rank: int = 0, world_size: int = 1, seed: int | None = SEED) -> Any:
     """What is drawn in `then=` is the batch's."""
     source = validation(kept(), rank, world_size)

@@ -16,7 +16,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torchdata.nodes as parts
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -179,35 +178,15 @@ WRAPPED: dict[str, Callable[..., Any]] = {
 # --- wrapped, on several ranks ---
 
 
-def as_a_row(number: int) -> Any:
-    return torch.tensor([float(number)])
-
-
-def with_draws(number: int) -> Any:
-    return torch.tensor([number, random.random(), np.random.rand(), torch.rand(())], dtype=torch.float64)
+def wrapped_torchdata_of_rank(rank: int = 0, world_size: int = 1, seed: int | None = SEED) -> Any:
+    sampler: Any = DistributedSampler(Drawing(SIZE), world_size, rank, shuffle=True, seed=seed or 0)
+    source = StatefulDataLoader(Drawing(SIZE), BATCH, sampler=sampler)
+    return midepoch.wrap(source, seed=seed, world=midepoch.World(rank, world_size))
 
 
 def draws(batch: Any) -> list[tuple[float, ...]]:
-    """What `with_draws` has drawn."""
+    """What `Drawing` has drawn."""
     return [tuple(row[1:].tolist()) for row in batch]
-
-
-def wrapped_nodes(rank: int = 0, world_size: int = 1, seed: int | None = SEED) -> Any:
-    return _nodes_of(rank, world_size, seed, with_draws, ahead=False)
-
-
-def wrapped_nodes_ahead(rank: int = 0, world_size: int = 1, seed: int | None = SEED) -> Any:
-    """Nodes that read in a thread, and draw nothing there."""
-    return _nodes_of(rank, world_size, seed, as_a_row, ahead=True)
-
-
-def _nodes_of(rank: int, world_size: int, seed: int | None, read: Callable[[int], Any], ahead: bool) -> Any:
-    numbers: Any = range(SIZE)
-    sampler: Any = DistributedSampler(numbers, world_size, rank, shuffle=True, seed=seed or 0)
-    node: Any = parts.Batcher(parts.Mapper(parts.SamplerWrapper(sampler), read), BATCH, drop_last=False)
-    node = parts.Mapper(node, torch.stack)
-    loader = parts.Loader(parts.Prefetcher(node, 2) if ahead else node)
-    return midepoch.wrap(loader, seed=seed, world=midepoch.World(rank, world_size))
 
 
 def wrapped_grain_elastic(
@@ -315,7 +294,7 @@ class StreamDataset(torch.utils.data.IterableDataset[Any]):
 
 
 class EpochOrder:
-    """A sampler with ``set_epoch``, as torchdata.nodes asks for."""
+    """A sampler with ``set_epoch``."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -330,49 +309,12 @@ class EpochOrder:
         return SIZE
 
 
-def drawing(number: int) -> Any:
-    return {"number": np.array([number]), "value": random.random()}
-
-
-class DrawsFromItsOwn:
-    """Augments with a generator that it holds."""
-
-    def __init__(self) -> None:
-        self.generator = np.random.default_rng(5)
-
-    def __call__(self, number: int) -> Any:
-        return {"number": np.array([number]), "value": self.generator.random()}
-
-
-def with_a_generator() -> Any:
-    numbers = range(40)  # a RandomSampler draws with replacement in blocks of 32
-    return torch.utils.data.RandomSampler(
-        numbers, replacement=True, num_samples=SIZE, generator=torch.Generator().manual_seed(1)
-    )
-
-
 def without_a_generator() -> Any:
     return torch.utils.data.RandomSampler(range(SIZE))
 
 
 def still(number: int) -> Any:
     return {"number": np.array([number])}
-
-
-def nodes(
-    function: Callable[[int], Any] = still, prefetch: bool = False, threads: bool = False, sampler: Any = None
-) -> Any:
-    node: Any = parts.SamplerWrapper(sampler() if sampler else EpochOrder())  # has what is needed of a sampler
-    node = parts.ParallelMapper(node, function, 2, method="thread") if threads else parts.Mapper(node, function)
-    return parts.Loader(parts.Prefetcher(node, 3) if prefetch else node)
-
-
-def many_nodes() -> Any:
-    return parts.Loader(parts.IterableWrapper(range(1 << 20)))
-
-
-def few_nodes() -> Any:
-    return parts.Loader(parts.Batcher(parts.IterableWrapper(range(20)), 4))
 
 
 def same(batch: Any) -> Any:
@@ -390,22 +332,6 @@ def rows_inside(buffer: bool, num_workers: int = 0) -> Any:
 EXACT: dict[str, Callable[[], Any]] = {
     "right by itself": Stream,
     "saves its generator": SavesGenerator,
-    "torchdata.nodes": nodes,
-    "torchdata.nodes, prefetched": functools.partial(nodes, prefetch=True),
-    "torchdata.nodes, threads": functools.partial(nodes, threads=True),
-    "torchdata.nodes, drawing": functools.partial(nodes, drawing),
-    "torchdata.nodes, drawing from a generator of its own": lambda: nodes(DrawsFromItsOwn()),
-    "torchdata.nodes, a sampler's generator": functools.partial(nodes, drawing, sampler=with_a_generator),
-    "torchdata.nodes, a sampler without one": functools.partial(nodes, drawing, sampler=without_a_generator),
-    "torchdata.nodes, a sampler's generator, prefetched": functools.partial(
-        nodes, prefetch=True, sampler=with_a_generator
-    ),
-    "torchdata.nodes, a sampler without one, prefetched": functools.partial(
-        nodes, prefetch=True, sampler=without_a_generator
-    ),
-    "torchdata.nodes, batches of a sampler without one, prefetched": functools.partial(
-        nodes, prefetch=True, sampler=lambda: torch.utils.data.BatchSampler(without_a_generator(), 2, False)
-    ),
     "StatefulDataLoader, a sampler without a generator": lambda: StatefulDataLoader(
         Drawing(SIZE), BATCH, sampler=torch.utils.data.WeightedRandomSampler([1.0] * SIZE, SIZE)
     ),
@@ -416,7 +342,7 @@ EXACT: dict[str, Callable[[], Any]] = {
     "StatefulDataLoader of rows": functools.partial(rows_inside, buffer=False),
     "StatefulDataLoader of a stream": lambda: StatefulDataLoader(StreamDataset(Stream()), batch_size=None),
 }
-"""Nothing to tell: each resumes exactly. What can be pickled is tried: not the nodes, which hold a module."""
+"""Nothing to tell: each resumes exactly."""
 
 TOLD: dict[str, Callable[[], Any]] = {
     "starts over": StartsOver,

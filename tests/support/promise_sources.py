@@ -156,15 +156,6 @@ class WrongLater(own.Stream):
         return state if self.given != 5 else {**state, "given": 6}
 
 
-def buffered_nodes() -> Any:
-    """A Hugging Face dataset with a shuffle buffer, read through torchdata.nodes."""
-    import datasets
-    import torchdata.nodes as parts
-
-    rows = datasets.Dataset.from_dict({"number": list(range(SIZE))}).to_iterable_dataset(num_shards=3)
-    return parts.Loader(parts.IterableWrapper(rows.shuffle(seed=3, buffer_size=8)))
-
-
 def loader_of(dataset: Callable[[], Any], sampler: Callable[[], Any] | None = None) -> Any:
     return DataLoader(dataset(), BATCH, sampler=None if sampler is None else sampler())
 

@@ -297,7 +297,7 @@ def test_a_validation_of_unwrapped_loaders_begins_anew(tmp_path: Path) -> None:
 
 
 def test_an_unwrapped_loader_is_named() -> None:
-    with pytest.raises(MidepochWarning, match="train loaders of type DataLoader are not wrapped"):
+    with pytest.raises(TypeError, match="those of type DataLoader are not"):
         fit([], lambda: DataLoader(Noisy(4, 0)))
 
 

@@ -375,18 +375,6 @@ def tried(make: Callable[..., Any], seconds: float = 30.0) -> tuple[Examination,
     return examination, {verdict.law: verdict for verdict in try_promises(examination, seconds)}
 
 
-@pytest.mark.filterwarnings("ignore:Loading a state dict")
-def test_a_job_finds_a_shuffle_buffer_inside_torchdata_nodes() -> None:
-    pytest.importorskip("torchdata.nodes", reason="needs torchdata")
-    pytest.importorskip("datasets", reason="needs datasets")
-    with midepoch.wrap(promise_sources.buffered_nodes(), seed=5) as loader:
-        batches = iter(loader)
-        next(batches)
-        with pytest.warns(MidepochWarning, match="does not restore its order"):
-            loader.state_dict(), next(batches)
-        assert not loader.capabilities.exact_order
-
-
 @pytest.mark.parametrize("name", promise_sources.SOURCES)
 def test_check_finds_what_a_job_does_not_try(name: str) -> None:
     _, trial, words = promise_sources.SOURCES[name]
