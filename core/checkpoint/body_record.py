@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import SnapshotError
@@ -64,13 +64,9 @@ class BodyRecord(Record):
         names = sorted({*self.open, *self.left})
         return {name: self.empty.get(name, 0) + (name == self.lead) for name in names}
 
-    def as_content(self) -> dict[str, Any]:
-        """Built-in types, which `read` takes."""
-        return asdict(self)
-
     @classmethod
     def read(cls, content: Any, known: Iterable[str]) -> BodyRecord:
-        """What was saved. `known`: the parts of the snapshot.
+        """What was saved by `asdict`. `known`: the parts of the snapshot.
 
         Raises:
             SnapshotError: it is of another form, or says that nobody can tell what a run that resumes would read.

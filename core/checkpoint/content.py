@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +105,7 @@ def joined(
         "world_size": len(offers),
         "seed": torch.initial_seed() % (1 << 64),
         "generators": [offer.generators for offer in offers],
-        "body": body.as_content(),
+        "body": asdict(body),
         "parts": states,
         "kinds": kinds_of(parts),
     }

@@ -16,22 +16,14 @@ __all__ = ["EpochLoop"]
 
 
 class EpochLoop:
-    """The bodies of a `Snapshot.epochs` loop. Nothing here communicates or saves.
-
-    Args:
-        parts: of the snapshot, by name; the loaders among them count.
-
-    Attributes:
-        epoch: whose body is running, or will be next; None before the first one.
-        body: that is running; None between two of them and outside of the loop.
-        resumed: the record of the loaded snapshot, or of a body that was left, until a body continues it.
-        was_left: `resumed` is of a body that this process has left, whose passes may have been left on purpose.
-    """
+    """The bodies of a `Snapshot.epochs` loop, of the loaders among its parts. Nothing here communicates or saves."""
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
         self._parts = parts
-        self.epoch: int | None = None
-        self.body: Body | None = None
+        self.epoch: int | None = None  # whose body is running, or will be next; None before the first one
+        self.body: Body | None = None  # that is running; None between two of them and outside of the loop
+        # Of the loaded snapshot, or of a body that was left, until a body continues it. `was_left`: of one that this
+        # process has left, whose passes may have been left on purpose.
         self.resumed: BodyRecord | None = None
         self.was_left = False
         self._ended: Body | None = None  # the body before this one, in the same loop
@@ -106,11 +98,7 @@ class EpochLoop:
         body.leave()
 
     def end(self, body: Body) -> bool:
-        """The running body is over, and the next epoch begins.
-
-        Returns:
-            Whether an iterator that was first read in it is kept, in the middle of an epoch.
-        """
+        """End the running body. Returns whether an iterator first read in it is kept, in the middle of an epoch."""
         loaders = self.loaders()
         continues = [loader._progress.leave_body() for loader in loaders.values()]
         progress = {name: loader._progress for name, loader in loaders.items()}

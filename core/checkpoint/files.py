@@ -32,14 +32,9 @@ _Identity = tuple[int, int, int]
 
 
 class SnapshotFile:
-    """The newest snapshot of one run. Only rank 0 writes to its path.
+    """The newest snapshot of one run, at an absolute path. Only rank 0 writes there, and keeps so many.
 
-    Args:
-        path: of the newest snapshot; absolute.
-        keep: snapshots to keep, the newest included.
-
-    Attributes:
-        claimed: this run may replace what is at `path`: it has loaded that, or saved there itself.
+    `claimed`: this run may replace what is at `path`: it has loaded that, or saved there itself.
 
     Raises:
         SnapshotError: this system does not lock files.
@@ -51,9 +46,7 @@ class SnapshotFile:
                 "a Snapshot locks its file, and this system's Python has no fcntl: save loader.state_dict() in a "
                 "checkpoint of your own"
             )
-        self.path = path
-        self.claimed = False
-        self._keep = keep
+        self.path, self.claimed, self._keep = path, False, keep
         self._on_disk: _Identity | None = None  # of the newest file, as this run knows it
         self._coming: _Identity | None = None  # of the file that is replacing it, or has just done so
         self._newest_is_sound = True
@@ -102,10 +95,8 @@ class SnapshotFile:
         if found is None or found in (self._on_disk, self._coming):
             return
         if not self.claimed:
-            raise SnapshotError(
-                "it holds another run's snapshot: call load() before the first batch to continue that run, or move "
-                "it away"
-            )
+            cure = "call load() before the first batch to continue that run, or move it away"
+            raise SnapshotError(f"it holds another run's snapshot: {cure}")
         raise SnapshotError(
             "this run has neither written nor loaded the file that is there now: another process writes to the same "
             "path, perhaps one left over from before a restart; end it, or choose another path"
@@ -143,19 +134,15 @@ def find(path: Path, check: bool = True) -> Found | None:
         except SnapshotError as error:
             damaged.append(str(error))
     if damaged:
-        raise SnapshotError(
-            f"no snapshot is sound: {'; '.join(damaged)}; restore a copy, or move them away to start over"
-        )
+        cure = "restore a copy, or move them away to start over"
+        raise SnapshotError(f"no snapshot is sound: {'; '.join(damaged)}; {cure}")
     return None
 
 
 def read(path: Path, check: bool = False, mapped: bool = False) -> dict[str, Any]:
-    """The content of a snapshot.
+    """The content of a snapshot. `mapped`: leave tensors on the disk.
 
-    Args:
-        path: of one snapshot.
-        check: compare every byte with the checksums (CRC-32) that torch.save wrote.
-        mapped: leave tensors on the disk.
+    `check`: compare every byte with the checksums (CRC-32) that torch.save wrote.
 
     Raises:
         FileNotFoundError: there is none.
@@ -175,11 +162,9 @@ def read(path: Path, check: bool = False, mapped: bool = False) -> dict[str, Any
         raise SnapshotError(f"{path} is damaged or not a snapshot ({problem})") from error
     if not (isinstance(content, dict) and type(content.get("midepoch_snapshot")) is int):
         raise SnapshotError(f"{path} is not a snapshot of midepoch: choose another path")
-    if content["midepoch_snapshot"] != FORMAT:
-        raise SnapshotError(
-            f"{path} has format {content['midepoch_snapshot']}, this midepoch reads {FORMAT}: load it with the "
-            "version that wrote it"
-        )
+    if (format := content["midepoch_snapshot"]) != FORMAT:
+        cure = "load it with the version that wrote it"
+        raise SnapshotError(f"{path} has format {format}, this midepoch reads {FORMAT}: {cure}")
     for name, kind in _FIELDS.items():
         value = content.get(name)
         if type(value) is not kind or (isinstance(value, int) and not 0 <= value < 1 << 64):

@@ -13,6 +13,8 @@ from .private import has_own_loading, unwrapped
 
 __all__ = ["check_fits", "kinds_of", "merge", "sharded"]
 
+_AS_SAVED = "make it as in the run that saved it"
+
 
 def merge(parts: Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """The parts by name, ready to be saved, from `Snapshot`'s ``parts=`` and its keywords.
@@ -47,11 +49,8 @@ def kinds_of(parts: Mapping[str, Any]) -> dict[str, str]:
 
     A model is identified by the names and shapes in its state, a loader by its fingerprint.
     """
-    return {
-        name: type(part).__qualname__
-        for name, part in parts.items()
-        if not isinstance(part, torch.nn.Module) and loader_of(part) is None
-    }
+    named = {each: part for each, part in parts.items() if not isinstance(part, torch.nn.Module)}
+    return {name: type(part).__qualname__ for name, part in named.items() if loader_of(part) is None}
 
 
 def check_fits(parts: Mapping[str, Any], states: Mapping[str, Any], saved_kinds: Mapping[str, str]) -> None:
@@ -70,43 +69,33 @@ def check_fits(parts: Mapping[str, Any], states: Mapping[str, Any], saved_kinds:
     for name, part in parts.items():
         saved = saved_kinds.get(name)
         if kinds.get(name) != saved:
-            raise SnapshotError(
-                f"{name} is a {kinds.get(name, type(part).__qualname__)}, but the snapshot has the state of a "
-                f"{saved or 'model or a loader'}: make it as in the run that saved it"
-            )
-        _check_one(name, part, states[name])
-
-
-def _check_one(name: str, part: Any, state: Any) -> None:
-    loader = loader_of(part)
-    if loader is not None:
-        loader._progress.check(state)
-    elif type(part).load_state_dict is torch.nn.Module.load_state_dict and not has_own_loading(part):
-        _check_model(name, part.state_dict(), state)
-    elif isinstance(part, torch.optim.Optimizer):
-        _check_optimizer(name, part.state_dict(), state)
-    elif not state and part.state_dict():
-        raise SnapshotError(
-            f"{name} differs: its saved state is empty, as if it had been disabled; make it as in the run that saved it"
-        )
+            kind = kinds.get(name, type(part).__qualname__)
+            told = f"{name} is a {kind}, but the snapshot has the state of a {saved or 'model or a loader'}"
+            raise SnapshotError(f"{told}: {_AS_SAVED}")
+        state = states[name]
+        if (loader := loader_of(part)) is not None:
+            loader._progress.check(state)
+        elif type(part).load_state_dict is torch.nn.Module.load_state_dict and not has_own_loading(part):
+            _check_model(name, part.state_dict(), state)
+        elif isinstance(part, torch.optim.Optimizer):
+            _check_optimizer(name, part.state_dict(), state)
+        elif not state and part.state_dict():
+            told = f"{name} differs: its saved state is empty, as if it had been disabled"
+            raise SnapshotError(f"{told}; {_AS_SAVED}")
 
 
 def _check_model(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     for key in sorted(own.keys() | saved.keys()):
         if (key in own) != (key in saved) or not _can_fill(own[key], saved[key]):
-            raise SnapshotError(
-                f"{name} differs at {key!r}: the snapshot has {_described(saved, key)}, this model "
-                f"{_described(own, key)}; make it as in the run that saved it"
-            )
+            told = f"{name} differs at {key!r}: the snapshot has {_described(saved, key)}"
+            raise SnapshotError(f"{told}, this model {_described(own, key)}; {_AS_SAVED}")
 
 
 def _check_optimizer(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     mine, theirs = ([len(group["params"]) for group in each["param_groups"]] for each in (own, saved))
     if mine != theirs:
-        raise SnapshotError(
-            f"{name} differs: the snapshot has groups of {theirs} parameters, this optimizer {mine}; make it as in the "
-            "run that saved it"
-        )
+        told = f"{name} differs: the snapshot has groups of {theirs} parameters, this optimizer {mine}"
+        raise SnapshotError(f"{told}; {_AS_SAVED}")
 
 
 def _can_fill(own: Any, saved: Any) -> bool:
@@ -131,9 +120,7 @@ def sharded(state: Any, path: str) -> str:
     """The path of a tensor of which each rank has only a part, such as ``model['weight']``; '' if there is none."""
     if type(state).__name__ in ("DTensor", "ShardedTensor"):
         return path
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(state, Mapping):
-        items = state.items()
-    elif isinstance(state, list | tuple):
+    items: Iterable[tuple[Any, Any]] = state.items() if isinstance(state, Mapping) else ()
+    if isinstance(state, list | tuple):
         items = enumerate(state)
     return next(filter(None, (sharded(each, f"{path}[{key!r}]") for key, each in items)), "")

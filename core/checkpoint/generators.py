@@ -36,13 +36,9 @@ def check_generators(text: str) -> dict[str, Any]:
     """
     state: dict[str, Any] = decode(text)
     random.Random().setstate(state["python"])
-    twister = state["numpy"]["state"]
+    place, words = state["numpy"]["state"]["pos"], state["numpy"]["state"]["key"]
     # numpy does not check the position, and would read memory beyond the key.
-    if (
-        type(twister["pos"]) is not int
-        or not 0 <= twister["pos"] <= _TWISTER_WORDS
-        or np.shape(twister["key"]) != (_TWISTER_WORDS,)
-    ):
+    if type(place) is not int or not 0 <= place <= _TWISTER_WORDS or np.shape(words) != (_TWISTER_WORDS,):
         raise ValueError("the position of numpy's generator is out of range")
     np.random.RandomState().set_state(state["numpy"])
     torch.Generator().set_state(state["torch"])

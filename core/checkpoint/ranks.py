@@ -23,17 +23,11 @@ _PAUSE, _MOST_PAUSES = 50e-6, 10_000  # about a second in all, in case somebody 
 
 
 class Ranks(NamedTuple):
-    """This process among those that train together.
+    """This process among those that train together."""
 
-    Attributes:
-        rank: of this process in `group`.
-        size: number of processes.
-        group: can send what lies on the CPU; None: all processes, or this one alone.
-    """
-
-    rank: int
-    size: int
-    group: ProcessGroup | None
+    rank: int  # of this process in `group`
+    size: int  # number of processes
+    group: ProcessGroup | None  # can send what lies on the CPU; None: all processes, or this one alone
 
     @property
     def _first(self) -> int:
@@ -66,17 +60,13 @@ class Ranks(NamedTuple):
 
 
 class Agreement:
-    """How ranks learn that one of them has received a signal: all ask at the same steps, about twice a second.
+    """How the ranks of a group learn that one of them has received a signal: all ask at the same steps, twice a second.
 
-    Args:
-        group: the processes that train together; None for all.
-
-    Attributes:
-        next_step: at which they ask again; `NEVER` before the first time.
+    At `next_step` they ask again.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        self._group = group
+        self._group = group  # None: all processes
         self._sending: ProcessGroup | None = None  # made here if `group` cannot send CPU tensors
         self._last = (0, 0.0)  # step and time of the last question
         self.next_step = NEVER
@@ -99,7 +89,8 @@ class Agreement:
             return Ranks(0, 1, None)
         group = self._group
         size = torch.distributed.get_world_size(group)
-        if size > 1 and "cpu" not in _devices(group):
+        # The devices for which a group has a backend, such as ``cpu:gloo,cuda:nccl``.
+        if size > 1 and "cpu" not in str(torch.distributed.get_backend_config(group)):
             if self._sending is None:
                 # It does not inherit the timeout, and would wait half an hour for a machine that is given up.
                 members = None if group is None else torch.distributed.get_process_group_ranks(group)
@@ -110,16 +101,9 @@ class Agreement:
         return Ranks(torch.distributed.get_rank(group), size, group)
 
     def should_stop(self, ranks: Ranks, step: int, signalled: bool, where: str) -> bool:
-        """Whether the ranks agree, after this step, that some rank has received a signal. False between questions.
+        """Whether the ranks agree, after this step, that some rank was `signalled`. False between questions.
 
-        Args:
-            ranks: as they are now.
-            step: how often this was called, or would have been.
-            signalled: this rank has received a signal.
-            where: this rank is, in the training loop.
-
-        Raises:
-            MidepochError: the ranks are not at the same place.
+        `where`: this rank is, in the training loop. Raises MidepochError if the ranks are not at the same place.
         """
         if ranks.size == 1:
             return signalled  # and `next_step` stays as it is: nobody has to be asked again
@@ -166,8 +150,3 @@ def _wait_until_released(tensor: torch.Tensor) -> None:
         if not is_shared(tensor):
             return
         time.sleep(_PAUSE)  # without the lock
-
-
-def _devices(group: ProcessGroup | None) -> str:
-    """The devices for which a group has a backend, such as ``cpu:gloo,cuda:nccl``."""
-    return str(torch.distributed.get_backend_config(group))

@@ -24,13 +24,7 @@ __all__ = ["Signals", "end_process"]
 class Signals:
     """Receives signals for an object. It refers to the object weakly, because a handler must not keep it alive.
 
-    Args:
-        numbers: the signals to receive; none to leave all of them alone.
-        told: a method to call when one is received, as long as its object exists.
-
-    Attributes:
-        received: number of the last signal, or 0.
-        kept: `drop` leaves the handlers in place, so that a later signal is received and ignored.
+    `told` is called when one of these `numbers` is received, as long as its object exists.
 
     Raises:
         MidepochError: this is not the main thread.
@@ -38,33 +32,27 @@ class Signals:
     """
 
     def __init__(self, numbers: Iterable[signal.Signals], told: Callable[[], None]) -> None:
-        self.received, self.kept = 0, False
+        self.received = 0  # number of the last signal
+        self.kept = False  # `drop` leaves the handlers in place, so that a later signal is received and ignored
         self._told, self._process, self._closed = weakref.WeakMethod(told), os.getpid(), False
         self._handlers: dict[int, Any] = {}  # by signal: the previous handler
         wanted = list(numbers)
         if wanted and threading.current_thread() is not threading.main_thread():
-            raise MidepochError(
-                "only the main thread can receive signals: make the Snapshot there, or pass signals=()"
-            )
+            raise MidepochError("only the main thread can receive signals: make the Snapshot there, or pass signals=()")
         for number in wanted:
             try:
                 self._handlers[number] = signal.signal(number, self._receive)
                 signals_in_hand.add(int(number))
             except (ValueError, OSError, TypeError) as error:
                 self.close()
-                raise ValueError(
-                    f"{number!r} cannot be received ({error}): pass signals such as signal.SIGTERM"
-                ) from None
+                cure = "pass signals such as signal.SIGTERM"
+                raise ValueError(f"{number!r} cannot be received ({error}): {cure}") from None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:
-            # In a forked child, such as a worker, the signal must have its default effect.
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
-        before = self._handlers.get(number)
-        if self._closed and not callable(before):
-            # A later handler has restored this one after `close`.
+        # In a forked child, such as a worker, the signal must have its default effect. A later handler may have
+        # restored this one after `close`.
+        before = self._handlers.get(number) if os.getpid() == self._process else None
+        if os.getpid() != self._process or (self._closed and not callable(before)):
             signal.signal(number, signal.SIG_DFL if before is None else before)
             os.kill(os.getpid(), number)
             return

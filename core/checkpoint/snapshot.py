@@ -20,7 +20,7 @@ from typing import Any, Self
 from torch.distributed import ProcessGroup
 
 from ..errors import MidepochError, SnapshotError, warn
-from ..loader.body import RUNNING, Body, check_epochs, warn_of_done
+from ..loader.body import RUNNING, check_epochs, warn_of_done
 from ..order.keys import derive_key
 from .content import apply, contribute, joined, read_fitting
 from .epoch_loop import EpochLoop
@@ -309,12 +309,9 @@ class Snapshot:
         # Whoever leaves on a signal has saved after that batch.
         if loop.was_left and loop.resumed is not None and not self._signals.kept and not self._agreement.ranks().rank:
             going = " and ".join(loop.resumed.open)  # which may have been left on purpose
-            _logger.warning(
-                "the body of epoch %s was left before its end: %s with %sthe rest of the body from its beginning",
-                loop.epoch,
-                what,
-                f"what is left of the passes over {going}, and with " if going else "",
-            )
+            passes = f"what is left of the passes over {going}, and with " if going else ""
+            told = "the body of epoch %s was left before its end: %s with %sthe rest of the body from its beginning"
+            _logger.warning(told, loop.epoch, what, passes)
 
     # --- saving ---
 
@@ -342,27 +339,20 @@ class Snapshot:
         if self._signals.kept:
             return  # this process is leaving, from the place that the snapshot has
         try:
-            if self._loop.body is not None and self._waits_for_the_end(self._loop.body, in_flight):
-                self._put_off(handled is not None)
-                return
+            if (body := self._loop.body) is not None:
+                # An abandoned iterator may be freed later on one rank than on another.
+                ranks, where = self._agreement.ranks(), f"calls save() after step {self.steps}"
+                if self._agreement.meet(ranks, where, float(body.waits_for_the_end(in_flight)))[0]:
+                    self._put_off(handled is not None)
+                    return
+                self._loop.note_save()
             self._tell_of_left_body("a run that resumes from this snapshot goes on")
             self._save(in_flight)
         except Exception as error:
             if handled is None:
                 raise
-            warn(
-                f"{self.path} was not saved after the {type(handled).__name__}, and the previous snapshot is "
-                f"unchanged: {error}",
-            )
-
-    def _waits_for_the_end(self, body: Body, in_flight: int) -> bool:
-        """Whether a `save` in a body waits for its end, on all ranks alike."""
-        # An abandoned iterator may be freed later on one rank than on another.
-        ranks, where = self._agreement.ranks(), f"calls save() after step {self.steps}"
-        if self._agreement.meet(ranks, where, float(body.waits_for_the_end(in_flight)))[0]:
-            return True
-        self._loop.note_save()
-        return False
+            told = f"{self.path} was not saved after the {type(handled).__name__}"
+            warn(f"{told}, and the previous snapshot is unchanged: {error}")
 
     def _put_off(self, on_the_way_out: bool) -> None:
         """Save at the end of the body. `on_the_way_out`: perhaps; an exception is being handled."""
@@ -447,23 +437,20 @@ class Snapshot:
     def _load(self) -> bool:
         self._was_loaded = True
         ranks = self._agreement.ranks()
-        found: Found | None = None
-        problem = ""
+        found: Found | str | None = None  # a text: why there is none
         if ranks.rank == 0:
             try:
                 found = find(self.path)
             except SnapshotError as error:
-                problem = str(error)
-        problem, found = ranks.broadcast((problem, found))
-        if problem:
-            raise SnapshotError(problem)
+                found = str(error)
+        found = ranks.broadcast(found)
+        if isinstance(found, str):
+            raise SnapshotError(found)
         if found is None:
             self._file.claimed = True
             return False
         if ranks.rank == 0 and found.damaged:
-            warn(
-                f"{'; '.join(found.damaged)}: loading the previous snapshot, {found.path}",
-            )
+            warn(f"{'; '.join(found.damaged)}: loading the previous snapshot, {found.path}")
         content: dict[str, Any] = {}
         generators: dict[str, Any] | None = None
         failed: Exception | None = None
@@ -478,7 +465,7 @@ class Snapshot:
                 f"{found.path} does not fit ({type(error).__name__}: {error}): make the parts as in the run that saved "
                 "it, or restore a copy that was not edited"
             )
-        problems = ranks.share(None if failed is None else str(failed))
+        problems = ranks.share(failed and str(failed))
         if failed is not None:
             raise failed
         for rank, told in enumerate(problems):

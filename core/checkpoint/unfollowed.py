@@ -14,19 +14,12 @@ __all__ = ["Unfollowed"]
 
 
 class _Seen(NamedTuple):
-    """A pass at a step.
-
-    Attributes:
-        reading: its session.
-        taken: batches taken from it, less those in flight.
-        rest: batches of a resumed pass that had come to its end before, without a step.
-        steps: of the run.
-    """
+    """A pass at a step."""
 
     reading: Reading
-    taken: int
-    rest: int
-    steps: int
+    taken: int  # batches, less those in flight
+    rest: int  # batches of a resumed pass that had come to its end before, without a step
+    steps: int  # of the run
 
 
 class Unfollowed:
@@ -36,14 +29,12 @@ class Unfollowed:
     read ahead, so a snapshot counts it as trained on, or left out by a loop that skips what the loader has skipped. If
     it is less than that many, it may be what a loop takes that steps after some batches, and not after the first ones.
 
-    Attributes:
-        is_due: the next step is to be looked at.
     """
 
     def __init__(self) -> None:
         self._first: dict[str, _Seen] | None = None
         self._before: dict[str, tuple[Any, int]] = {}
-        self.is_due = False
+        self.is_due = False  # the next step is to be looked at
 
     @property
     def is_first(self) -> bool:

@@ -6,7 +6,7 @@ import json
 from typing import NamedTuple
 
 from ..errors import StateCorruptError
-from ..state.format import State, from_values, values_of
+from ..state.format import FIELDS, State
 
 __all__ = ["Standings"]
 
@@ -42,7 +42,7 @@ class Standings(NamedTuple):
 
     def as_text(self) -> str:
         """The text that `read` takes."""
-        values = [values_of(state) for state in self.states]
+        values = [[state[name] for name in FIELDS] for state in self.states]
         return json.dumps([*self.at, self.bases, self.ended, self.leaving, values], separators=(",", ":"))
 
     @classmethod
@@ -54,7 +54,8 @@ class Standings(NamedTuple):
         """
         try:
             epoch, position, bases, ended, leaving, values = json.loads(detail)
-            states, numbers = [from_values(each) for each in values], [*bases, ended, leaving]
+            states = [dict(zip(FIELDS, each, strict=True)) for each in values]
+            numbers = [*bases, ended, leaving]
         except (ValueError, TypeError, RecursionError) as error:
             raise StateCorruptError(f"the parts' states cannot be read ({error}): use an undamaged state") from error
         if not len(bases) == len(states) == parts or not all(type(each) is int and each >= 0 for each in numbers):

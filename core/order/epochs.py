@@ -102,16 +102,11 @@ class _Ahead(NamedTuple):
     """Values computed for one request and for those expected to follow it."""
 
     start: int
-    stride: int
-    """From one row of values to the next. Requests that touch share one row."""
-    values: Indices
-    """[rows, positions in a row]"""
-    length: int
-    """Positions in a request."""
-    step: int
-    """From one request to the next."""
-    requests: int
-    """Requests expected, including the current one."""
+    stride: int  # from one row of values to the next; requests that touch share one row
+    values: Indices  # [rows, positions in a row]
+    length: int  # positions in a request
+    step: int  # from one request to the next
+    requests: int  # expected, including the current one
 
 
 class ComputedEpoch:
@@ -158,14 +153,12 @@ class ComputedEpoch:
     def _compute_ahead(self, last: _Ahead, start: int, length: int) -> _Ahead:
         step, count = self._expect(last, start, length)
         if step == length:
-            stop = min(start + count * length, self._size)
-            values = self._compute(np.arange(start, stop, dtype=np.int64)).reshape(1, stop - start)
-            stride = stop - start
+            stride = min(count * length, self._size - start)
+            positions = np.arange(start, start + stride, dtype=np.int64)[np.newaxis]
         else:
-            requests = start + step * np.arange(count, dtype=np.int64)
+            stride, requests = step, start + step * np.arange(count, dtype=np.int64)
             positions = requests[:, np.newaxis] + np.arange(length, dtype=np.int64)
-            values = self._compute(positions.ravel()).reshape(count, length)
-            stride = step
+        values = self._compute(positions.ravel()).reshape(positions.shape)
         values.setflags(write=False)
         return _Ahead(start, stride, values, length, step, count)
 

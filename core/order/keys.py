@@ -30,15 +30,12 @@ _MULTIPLIER_2 = 0x94D049BB133111EB
 
 def mix(value: int) -> int:
     """SplitMix64's output function: a bijection of the integers in [0, 2**64)."""
-    value &= _MASK
-    value = ((value ^ (value >> 30)) * _MULTIPLIER_1) & _MASK
-    value = ((value ^ (value >> 27)) * _MULTIPLIER_2) & _MASK
-    return value ^ (value >> 31)
+    return extend_key(value - _GAMMA, 0)
 
 
 def extend_key(key: int, *words: int) -> int:
     """``derive_key(*before, *words)`` where ``key == derive_key(*before)``."""
-    for word in words:  # `mix`, written out: each sample has a key
+    for word in words:
         key = (key + (word + 1) * _GAMMA) & _MASK
         key = ((key ^ (key >> 30)) * _MULTIPLIER_1) & _MASK
         key = ((key ^ (key >> 27)) * _MULTIPLIER_2) & _MASK
@@ -58,7 +55,7 @@ def derive_keys(key: int | npt.NDArray[np.uint64], positions: npt.NDArray[Any]) 
 
     An array of keys has one for each of the positions. Distinct positions give distinct keys.
     """
-    keys = positions.astype(np.uint64)
+    keys = positions.astype(np.uint64, order="C")
     keys += np.uint64(1)
     keys *= np.uint64(_GAMMA)
     keys += np.uint64(key) if isinstance(key, int) else key
@@ -72,11 +69,4 @@ def derive_keys(key: int | npt.NDArray[np.uint64], positions: npt.NDArray[Any]) 
 
 def extend_keys(keys: npt.NDArray[np.uint64], words: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     """``[[extend_key(key, word) for word in words] for key in keys]`` as uint64 of shape (len(keys), len(words))."""
-    steps = (words.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
-    mixed: npt.NDArray[np.uint64] = keys[:, np.newaxis] + steps
-    mixed ^= mixed >> np.uint64(30)
-    mixed *= np.uint64(_MULTIPLIER_1)
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= np.uint64(_MULTIPLIER_2)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
+    return derive_keys(keys[:, np.newaxis], np.broadcast_to(words, (len(keys), len(words))))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from .epochs import CHUNK, Indices
 from .keys import derive_keys
 
-__all__ = ["MAXIMUM_SORTED", "Feistel", "Permutation", "permutation", "sortable", "sorted_by_key"]
+__all__ = ["MAXIMUM_SORTED", "Feistel", "permutation", "sortable", "sorted_by_key"]
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 
@@ -21,20 +21,8 @@ MAXIMUM_SORTED = 1 << 16
 _OFFSET_MASK = np.uint64(MAXIMUM_SORTED - 1)
 
 
-class Permutation(Protocol):
-    """A bijection of range(size)."""
-
-    def at(self, positions: Indices) -> Indices:
-        """The values at positions in [0, size)."""
-        ...
-
-    def position_of(self, value: int) -> int:
-        """The position of a value in [0, size)."""
-        ...
-
-
-def permutation(size: int, key: int) -> Permutation:
-    """The permutation of range(size) that `key` stands for."""
+def permutation(size: int, key: int) -> Sorted | Feistel:
+    """The permutation of range(size) that `key` stands for. It is read by `at`, and inverted by `position_of`."""
     return Sorted(size, key) if size <= MAXIMUM_SORTED else Feistel(size, key)
 
 

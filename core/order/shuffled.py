@@ -87,8 +87,7 @@ class _SortedEpoch:
     """A shuffled order small enough for a table, which the first request builds."""
 
     def __init__(self, size: int, key: int) -> None:
-        self._size = size
-        self._key = key
+        self._size, self._key = size, key
         self._table: Indices | None = None
 
     def __len__(self) -> int:

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -59,9 +59,8 @@ class Windowed:
         if isinstance(self.block_size, (tuple, list, np.ndarray)):
             sizes = tuple(checked_integer("block_size", each, least=0) for each in self.block_size)
             if sum(sizes) != size:
-                raise ValueError(
-                    f"the block sizes sum to {sum(sizes)}, but size is {size}; give the size of every block"
-                )
+                told = f"the block sizes sum to {sum(sizes)}, but size is {size}"
+                raise ValueError(f"{told}; give the size of every block")
             object.__setattr__(self, "block_size", sizes)
         else:
             object.__setattr__(self, "block_size", checked_integer("block_size", self.block_size, least=1))
@@ -121,26 +120,6 @@ class _WindowedEpoch(ComputedEpoch):
         return blocks, [_WindowLayer(extend_key(key, 2), halves.shifted_of, halves.shifted_start_of), within]
 
 
-class _BlockSequence(Protocol):
-    count: int
-
-    def starts(self, slots: Indices) -> Indices:
-        """First places of slots in [0, count]; for slot ``count``, the number of samples."""
-        ...
-
-    def slots_at(self, places: Indices) -> Indices:
-        """The slots that hold places."""
-        ...
-
-    def samples_at(self, places: Indices) -> Indices:
-        """The samples at places."""
-        ...
-
-    def place_of(self, sample: int) -> int:
-        """The place of a sample."""
-        ...
-
-
 class _ConstantBlocks:
     """Blocks of one size, the last of which may be shorter; constant memory."""
 
@@ -153,9 +132,11 @@ class _ConstantBlocks:
         self._short_slot = self._permutation.position_of(self.count - 1)
 
     def starts(self, slots: Indices) -> Indices:
+        """First places of slots in [0, count]; for slot ``count``, the number of samples."""
         return slots * self._block_size - self._missing * (slots > self._short_slot)
 
     def slots_at(self, places: Indices) -> Indices:
+        """The slots that hold places."""
         slots = places // self._block_size
         # The short block moves all later ones forward, by less than one block.
         slots += places >= self.starts(slots + 1)
@@ -200,6 +181,9 @@ class _VariableBlocks:
         return int(self._starts[slot] + offsets[slot])
 
 
+_BlockSequence: TypeAlias = _ConstantBlocks | _VariableBlocks
+
+
 class _HalfWindows:
     """Half windows of ``width`` slots each, and the shifted ones between their middles.
 
@@ -227,15 +211,14 @@ class _HalfWindows:
         return (self.start_of(windows - 1) + self.start_of(windows)) // 2
 
 
+_PlacesOf: TypeAlias = Callable[[Indices], Indices]
+
+
 class _WindowLayer:
     """Shuffles places within each of the windows that they are cut into."""
 
-    def __init__(
-        self, key: int, window_of: Callable[[Indices], Indices], start_of: Callable[[Indices], Indices]
-    ) -> None:
-        self._key = key
-        self._window_of = window_of
-        self._start_of = start_of
+    def __init__(self, key: int, window_of: _PlacesOf, start_of: _PlacesOf) -> None:
+        self._key, self._window_of, self._start_of = key, window_of, start_of
         self._tables: dict[int, Indices] = {}
 
     def at(self, places: Indices) -> Indices:
@@ -244,10 +227,7 @@ class _WindowLayer:
         bounds = self._start_of(np.arange(first, last + 2, dtype=np.int64))
         if np.diff(bounds).max() > MAXIMUM_SORTED:
             return self._each(places, windows)
-        if last - first < 8:
-            shuffled = self._few(first, bounds)
-        else:
-            shuffled = self._many(first, bounds)
+        shuffled = self._few(first, bounds) if last - first < 8 else self._many(first, bounds)
         result: Indices = shuffled[places - bounds[0]]
         return result
 

@@ -43,12 +43,7 @@ class GlobalGenerators:
     numpy's and torch's are at rest until they are seeded: in a state that follows from the key given to `rest_at`.
     python's is left as it is, because to put it at rest and back would take as long as a batch that draws nothing. In a
     worker process, where nothing has to be restored, call `stay` in place of both. There python's is at rest, too.
-
-    Args:
-        light: False uses only public calls.
-
-    Attributes:
-        at: the stamp with which the generators were taken over, or were last noted.
+    Without `light` only public calls are used.
     """
 
     def __init__(self, light: bool = True) -> None:
@@ -65,7 +60,7 @@ class GlobalGenerators:
         self._torch_size = _START if light and _torch_is_known() else len(self._torch.get_state())
         self._no_engine = _no_engine() if light and _pair_is_known() else None
         self.rest_at(0)
-        self.at: Stamp = self.stamp()
+        self.at: Stamp = self.stamp()  # with which the generators were taken over, or were last noted
         self._python_saved: Any = None  # the caller's state
         self._python_at: Any = None  # the stamp with which it was saved
         self._saved: tuple[Any, Any, Any] = (None, None, None)  # the caller's: numpy's, its pair, torch's
@@ -81,9 +76,8 @@ class GlobalGenerators:
 
     def seeding(self, seeded: Collection[str]) -> Callable[[int], None]:
         """What seeds some of them with a 64-bit key. It is called for each sample."""
-        python, seed_python, seed_numpy, seed_torch = (
-            self._python, self._seed_python, self._numpy.seed, self._torch.manual_seed
-        )  # fmt: skip
+        python, seed_python = self._python, self._seed_python
+        seed_numpy, seed_torch = self._numpy.seed, self._torch.manual_seed
         seeds_python, seeds_numpy, seeds_torch = "python" in seeded, "numpy" in seeded, "torch" in seeded
 
         def start(key: int) -> None:
@@ -100,11 +94,8 @@ class GlobalGenerators:
     def stamp(self) -> Stamp:
         """The stamp as it is now."""
         engine = self._torch.get_state()
-        return (
-            (self._python_words(), self._python.gauss_next),
-            self._numpy_words(),
-            ctypes.string_at(engine.data_ptr(), self._torch_size),
-        )
+        python = self._python_words(), self._python.gauss_next
+        return python, self._numpy_words(), ctypes.string_at(engine.data_ptr(), self._torch_size)
 
     def take_over(self, seeded: Collection[str]) -> None:
         """Save the caller's states, and put numpy's and torch's generator at rest that will not be `seeded`."""

@@ -48,17 +48,11 @@ _ANY = "*"  # in a path: members without a name, such as those of a set; they sh
 
 @dataclass(frozen=True)
 class OwnedGenerator:
-    """A generator that was found, and how to save, seed and restore it.
+    """A generator that was found, and how to save, seed and restore it."""
 
-    Attributes:
-        path: that leads to it.
-        generator: itself; for numpy's the bit generator, which several Generators may share.
-        salt: a hash of the path, which makes its stream differ from others'.
-    """
-
-    path: str
-    generator: Any
-    salt: int
+    path: str  # that leads to it
+    generator: Any  # itself; for numpy's the bit generator, which several Generators may share
+    salt: int  # a hash of the path, which makes its stream differ from others'
     save: Callable[[], Any]
     restore: Callable[[Any], Any]
     start: Callable[[int], Any]
@@ -169,10 +163,8 @@ def _attributes(value: Any, kind: type) -> list[tuple[str, Any]]:
         if not name.startswith("_midepoch"):  # what is ours, such as the loader of a `StatefulIterable`
             found.append((f".{name}", child))
     for name, slot in _slots(kind):
-        try:
+        with contextlib.suppress(AttributeError):
             found.append((f".{name}", slot.__get__(value)))
-        except AttributeError:
-            continue
     return found
 
 
@@ -227,40 +219,28 @@ def _controls(found: Any) -> _Controls | None:
     """save, restore, start; None for what cannot be seeded."""
     if isinstance(found, np.random.BitGenerator):
         bits: Any = found
-        return (
-            lambda: bits.state,
-            functools.partial(setattr, bits, "state"),
-            functools.partial(_start_bit_generator, bits),
-        )
+        start = functools.partial(_start_bit_generator, bits)
+        return lambda: bits.state, functools.partial(setattr, bits, "state"), start
     if isinstance(found, np.random.RandomState):
         # A RandomState over another bit generator than MT19937 has no `seed`: the bit generator's state is set instead.
-        seeded = isinstance(found._bit_generator, np.random.MT19937)
-        start = _seeding(found) if seeded else functools.partial(_start_bit_generator, found._bit_generator)
-        return functools.partial(found.get_state, legacy=False), found.set_state, start
+        state, save = found, functools.partial(found.get_state, legacy=False)
+        if isinstance(found._bit_generator, np.random.MT19937):
+            return save, found.set_state, lambda key: state.seed(key >> 32)  # as numpy's global generator
+        return save, found.set_state, functools.partial(_start_bit_generator, found._bit_generator)
     if isinstance(found, torch.Generator):
-        on_cpu = found.device.type == "cpu"
-        return found.get_state, found.set_state, _seeding_torch(found) if on_cpu else found.manual_seed
+        own = found
+        if found.device.type == "cpu":
+            return found.get_state, found.set_state, lambda key: own.manual_seed(key & TORCH_KEYS)
+        return found.get_state, found.set_state, found.manual_seed
     if isinstance(found, random.Random) and not isinstance(found, random.SystemRandom):
         return found.getstate, found.setstate, found.seed
     return None
 
 
-def _seeding(generator: np.random.RandomState) -> Callable[[int], None]:
-    return lambda key: generator.seed(key >> 32)  # as numpy's global generator
-
-
-def _seeding_torch(generator: torch.Generator) -> Callable[[int], Any]:
-    return lambda key: generator.manual_seed(key & TORCH_KEYS)
-
-
 def _start_bit_generator(bits: Any, key: int) -> None:
     if isinstance(bits, np.random.PCG64 | np.random.PCG64DXSM):
         # Ten times cheaper than a SeedSequence, and pinned: an increment must be odd.
-        bits.state = {
-            "bit_generator": type(bits).__name__,
-            "state": {"state": key << 64 | mix(key), "inc": mix(key + 1) << 64 | mix(key + 2) | 1},
-            "has_uint32": 0,
-            "uinteger": 0,
-        }
+        state: Any = {"state": key << 64 | mix(key), "inc": mix(key + 1) << 64 | mix(key + 2) | 1}
+        bits.state = {"bit_generator": type(bits).__name__, "state": state, "has_uint32": 0, "uinteger": 0}
     else:
         bits.state = type(bits)(key).state

@@ -48,6 +48,9 @@ class Purpose:
 Start: TypeAlias = Callable[[int], Any]
 """Seeds generators with a 64-bit key."""
 
+Read: TypeAlias = Callable[[Start | None], Any]
+"""Reads a batch: calls its argument with each sample's key, if there is one."""
+
 _NONE: frozenset[str] = frozenset()
 _ALL = frozenset((*NAMES, "devices", "sample"))
 """The global generators; those of devices together; and that of `sample_generator`."""
@@ -160,14 +163,6 @@ class Streams:
         roots: objects to search for their own generators (a dataset, a collate_fn): at each `begin_pass`, and once more
             after the first batch of the pass. Those found are always seeded.
         devices: the code may draw from the global generators of devices, too.
-
-    Attributes:
-        first: no batch of this pass has been read. Generators that the next one creates are looked for after it.
-        seeds: the generators that are seeded in this batch.
-        key: of the current sample; None if there is none, or if no code uses `sample_generator`.
-        generator: that of `sample_generator` for this key; None if none was made.
-        asked: what was used in this batch that leaves no other trace: `sample_generator`, and torch's seed.
-        kept: a batch used a generator when it was first read, and not when it was read again.
     """
 
     def __init__(self, *roots: object, devices: bool = False) -> None:
@@ -189,19 +184,19 @@ class Streams:
         self._turn: threading.Lock | None = None  # while this thread has it
         self._late: list[str] = []  # the paths of generators that the first batch has made
         self._began = False  # a pass
-        self.first = self.kept = False
-        self.seeds = self.asked = _NONE
-        self.key: int | None = None
-        self.generator: np.random.Generator | None = None
+        self.first = False  # no batch of this pass has been read; what generators the next one makes is looked for
+        self.kept = False  # a batch used a generator when it was first read, and not when it was read again
+        self.seeds = _NONE  # the generators that are seeded in this batch
+        self.asked = _NONE  # used in this batch without another trace: `sample_generator`, and torch's seed
+        self.key: int | None = None  # of the current sample; None also if no code uses `sample_generator`
+        self.generator: np.random.Generator | None = None  # that of `sample_generator` for this key
 
     # --- looking for generators ---
 
     def begin_pass(self, *more: object, rest: int = 0) -> None:
-        """Look for generators, in `more` too, before the first sample of a pass is read in this process.
+        """Look for generators, in `more` objects too, before the first sample of a pass is read in this process.
 
-        Args:
-            more: objects to search besides the roots.
-            rest: the key of generators that are not used in this pass.
+        `rest` is the key of generators that are not used in this pass.
         """
         before = self._owned or []
         self._search(more)
@@ -296,16 +291,11 @@ class Streams:
 
     # --- reading what can be read again ---
 
-    def read(
-        self,
-        call: Callable[[Start | None], Any],
-        again: Callable[[], Callable[[Start | None], Any]] | None = None,
-        notes: bool = False,
-    ) -> Any:
+    def read(self, call: Read, again: Callable[[], Read] | None = None, notes: bool = False) -> Any:
         """What `call` returns, or raises, when each generator that it uses is seeded.
 
         Args:
-            call: reads the batch. Its argument is to be called with each sample's key; None if no code needs that.
+            call: reads the batch. Its argument is None if no code needs keys.
             again: called before the batch is read again; returns what reads it then. None if `call` does.
             notes: `drew` is to tell of each sample.
         """
@@ -475,7 +465,7 @@ class Streams:
         if devices is not None and devices.late:  # they were not seeded
             missed |= {"devices"}
             self.first = True  # `made_late` says so
-        if missed:
+        if missed:  # else `_enter` would make anew what seeds
             self._used |= missed
         return used, missed
 

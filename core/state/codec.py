@@ -19,9 +19,7 @@ _TAG = "__midepoch__"
 _LARGEST_TEXT = 256 << 20  # bytes after decompression: more than any loader's state, far less than a machine's memory
 _MOST_ITEMS = 2_000_000  # in lists and dicts, which take fifty times the memory of their text: some 200 MiB
 _SIGNS = b"[", b"{", b","
-_SMALLER = (
-    "let its state_dict() return long lists as tensors or arrays, and leave out what can be made again from a seed"
-)
+_SMALLER = "let its state_dict() return long lists as tensors or arrays, and leave out what a seed can make again"
 
 
 def encode(value: object) -> str:
@@ -57,9 +55,8 @@ def decode(text: str) -> Any:
             raise ValueError(f"it {why}")
         return _from_json(json.loads(data))
     except Exception as error:  # numpy alone raises several types for an invalid dtype
-        raise StateCorruptError(
-            f"the source's own part of the state cannot be decoded ({error}): use an older state"
-        ) from error
+        told = f"the source's own part of the state cannot be decoded ({error})"
+        raise StateCorruptError(f"{told}: use an older state") from error
 
 
 def _why_too_large(data: bytes) -> str:

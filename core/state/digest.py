@@ -47,25 +47,20 @@ class Unseen:
 class Part(NamedTuple):
     """One part of a value: a number, a text, an array, or a container, whose members follow it.
 
-    Attributes:
-        path: where in the value it is, as ``['image'][0]``; empty for the value itself.
-        kind: its type; of an array also dtype and shape, of a container how much it holds.
-        value: None, a number, text or bytes, a path, an array without objects, the list of a container's keys (empty
-            for a sequence) or of a set's members, or `Unseen`.
+    Its `value` is None, a number, text or bytes, a path, an array without objects, the list of a container's keys
+    (empty for a sequence) or of a set's members, or `Unseen`.
     """
 
-    path: str
-    kind: str
+    path: str  # where in the value it is, as ``['image'][0]``; empty for the value itself
+    kind: str  # its type; of an array also dtype and shape, of a container how much it holds
     value: Any
 
 
 def parts_of(value: object, bounded: bool = False, opaque: bool = False) -> list[Part]:
     """All parts of a value, containers before their members, and members of a dict in the order of their keys.
 
-    Args:
-        value: anything.
-        bounded: of an array or text some 4 KiB, of a container at most 64 members. The paths are left empty.
-        opaque: objects of types that are not known are not looked into.
+    `bounded`: of an array or text some 4 KiB, of a container at most 64 members; the paths are left empty. `opaque`:
+    objects of types that are not known are not looked into.
     """
     walk = _Walk(bounded, opaque)
     walk.into(value, "", 0)
@@ -73,13 +68,9 @@ def parts_of(value: object, bounded: bool = False, opaque: bool = False) -> list
 
 
 def checksum_of(value: object, unseen: dict[str, None] | None = None) -> str:
-    """Eight hexadecimal digits of a bounded part of a value, so that it can be taken of every batch.
+    """Eight hexadecimal digits of a bounded part of a value, for every batch. They are no proof of equality.
 
-    It is no proof of equality.
-
-    Args:
-        value: anything.
-        unseen: the names of types whose content cannot be seen are added to it.
+    The names of types whose content cannot be seen are added to `unseen`.
     """
     crc = 0
     for _, kind, content in parts_of(value, bounded=True):

@@ -10,20 +10,8 @@ from typing import Any
 from ..errors import StateCorruptError, StateMismatchError, StateVersionError
 from .witness import LONGEST
 
-__all__ = [
-    "FIELDS",
-    "LONGEST_CHANGED",
-    "PIECES",
-    "VERSION",
-    "State",
-    "build",
-    "check",
-    "compare_fingerprints",
-    "from_values",
-    "piece_of",
-    "reseal",
-    "values_of",
-]
+__all__ = ["FIELDS", "LONGEST_CHANGED", "PIECES", "VERSION", "State", "build", "check", "compare_fingerprints",
+           "piece_of", "reseal"]  # fmt: skip
 
 State = dict[str, Any]
 """What `state_dict()` returns: a dict of built-in types only, JSON-serialisable.
@@ -107,29 +95,18 @@ def reseal(state: Mapping[str, Any]) -> State:
     return copy
 
 
-def values_of(state: Mapping[str, Any]) -> list[Any]:
-    """The values of a state, without its keys."""
-    return [state[name] for name in FIELDS]
-
-
-def from_values(values: list[Any]) -> State:
-    """The state with these values, as `values_of` returns them. It is not checked."""
-    return dict(zip(FIELDS, values, strict=True))
-
-
 def _check_keys(state: object) -> None:
     if not isinstance(state, Mapping):
-        raise StateCorruptError(
-            f"a state is a dict as state_dict() returned it, got {type(state).__name__}: pass that dict"
-        )
+        kind = type(state).__name__
+        raise StateCorruptError(f"a state is a dict as state_dict() returned it, got {kind}: pass that dict")
     missing = [name for name in FIELDS if name not in state]
     # Python may lack the memory, or refuse, to print other keys.
     extra = [repr(name[:80]) if isinstance(name, str) else f"a {type(name).__name__}" for name in state
              if name not in _FIELDS]  # fmt: skip
-    if missing or extra:
-        problems = [f"misses {', '.join(missing)}"] * bool(missing) + [
-            f"has unknown keys {', '.join(extra)[:200]}"
-        ] * bool(extra)
+    problems = [f"misses {', '.join(missing)}"] if missing else []
+    if extra:
+        problems.append(f"has unknown keys {', '.join(extra)[:200]}")
+    if problems:
         raise StateCorruptError(f"the state {' and '.join(problems)}: pass all that state_dict() returned")
 
 
@@ -152,17 +129,14 @@ def check(state: object) -> State:
         value = copy[name]
         if type(value) not in kinds:
             names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise StateCorruptError(
-                f"{name} must be {names}, the state has a {type(value).__name__}: use an undamaged state"
-            )
-        measured = len(value) if isinstance(value, str) else value
+            told = f"{name} must be {names}, the state has a {type(value).__name__}"
+            raise StateCorruptError(f"{told}: use an undamaged state")
+        measured, what = (len(value), "length") if isinstance(value, str) else (value, "value")
         if measured is not None and not least <= measured < bound + isinstance(value, str):
-            what = "length" if isinstance(value, str) else "value"
             raise StateCorruptError(f"{name} has an impossible {what}, {_shown(measured)}: use an undamaged state")
     if copy["size"] is not None and copy["position"] > copy["size"]:
-        raise StateCorruptError(
-            f"position {copy['position']} lies beyond the state's own size {copy['size']}: use an undamaged state"
-        )
+        told = f"position {copy['position']} lies beyond the state's own size {copy['size']}"
+        raise StateCorruptError(f"{told}: use an undamaged state")
     expected = _checksum(copy)
     if copy["checksum"] != expected:
         raise StateCorruptError(
@@ -219,9 +193,8 @@ def _differing_pieces(name: str, before: dict[str, str], now: dict[str, str]) ->
         return ""
     saved, here = ({piece for piece in str(text).split() if "=" in piece} for text in told)
     kinds = [{piece.partition("=")[0] for piece in pieces} for pieces in (saved - here, here - saved)]
-    found = {
-        "other": kinds[0] & kinds[1], "only in the state:": kinds[0] - kinds[1], "only here:": kinds[1] - kinds[0]
-    }  # fmt: skip
+    before_alone, now_alone = kinds[0] - kinds[1], kinds[1] - kinds[0]
+    found = {"other": kinds[0] & kinds[1], "only in the state:": before_alone, "only here:": now_alone}
     words = [f"{what} {', '.join(sorted(names))}" for what, names in found.items() if names]
     # What a state says may contain a stranger's terminal escapes.
     return f" ({repr('; '.join(words))[1:-1][:400]})" if words else " (the same pieces, in another place)"

@@ -144,11 +144,9 @@ def is_rank_independent(loader: object) -> bool:
 
 
 def join_states(states: list[State], loader: Any = None) -> State:
-    """One state for all ranks, from the states of all ranks, each of which has only its own part.
+    """One state for all ranks, from their states by rank, each of which has only its own part.
 
-    Args:
-        states: by rank.
-        loader: of this rank, whose tickets say what the parts mean.
+    The tickets of `loader`, this rank's, say what the parts mean.
 
     Raises:
         MidepochError: the ranks do not stand at the same place.
@@ -161,9 +159,9 @@ def join_states(states: list[State], loader: Any = None) -> State:
         )
     if alone := [rank for rank, each in enumerate(states) if each["omit"] != states[0]["omit"]]:
         raise MidepochError(f"rank {alone[0]} skips other positions than rank 0: call skip() on every rank alike")
-    if (united := loader.united(states) if hasattr(loader, "united") else None) is not None:
+    if hasattr(loader, "united") and (united := loader.united(states)) is not None:
         return dict(united)
-    if all(not each["detail"] for each in states):
+    if not any(each["detail"] for each in states):
         return states[0]
     parts = [part_of(each["detail"], rank, len(states)) if each["detail"] else "" for rank, each in enumerate(states)]
     return reseal({**states[0], "detail": join_parts(parts)})
@@ -173,13 +171,9 @@ def join_states(states: list[State], loader: Any = None) -> State:
 
 
 def warn_of_witnesses(name: str, loader: Any, states: list[State], told: set[str] | None = None) -> None:
-    """Warn if the ranks do not read the same first sample, of the whole or of a combination's part.
+    """Warn if the ranks, at the same place by their `states`, do not read the same first sample.
 
-    Args:
-        name: of the loader, for the message.
-        loader: of this rank.
-        states: of all ranks, which are at the same place.
-        told: names that were told before, and are not told again; those told now are added.
+    The whole or a combination's part. `told`: names that were warned of before; those of now are added.
     """
     told = set() if told is None else told
     first: dict[tuple[str, str], tuple[int, str]] = {}

@@ -42,31 +42,18 @@ _TEXT = re.compile(
 
 
 class _PartSummary(NamedTuple):
-    """Of one part of a sample.
+    """Of one part of a sample."""
 
-    Attributes:
-        name: where it is in the sample.
-        size: in bytes; of a container, of its keys; 0 if its content cannot be seen.
-        container: a key stands for its member, so its size counts where it differs, and only there.
-        exact: the checksum of what no decoder computes.
-        bits: the checksum of all.
-    """
-
-    name: str
-    size: int
-    container: bool
-    exact: int
-    bits: int
+    name: str  # where it is in the sample
+    size: int  # in bytes; of a container, of its keys; 0 if its content cannot be seen
+    container: bool  # a key stands for its member, so its size counts where it differs, and only there
+    exact: int  # the checksum of what no decoder computes
+    bits: int  # the checksum of all
 
 
 @dataclass(frozen=True)
 class SampleSummary:
-    """What a sample looks like.
-
-    Attributes:
-        parts: of the sample, in order.
-        unseen: names of types whose content cannot be seen.
-    """
+    """What a sample looks like: its parts in order, and the names of types whose content cannot be seen."""
 
     parts: tuple[_PartSummary, ...]
     unseen: tuple[str, ...] = ()
@@ -99,12 +86,11 @@ def summary_of(sample: object) -> SampleSummary:
 
 
 def _summary(part: Part) -> _PartSummary:
-    value = part.value
-    container = isinstance(value, list)
+    container = isinstance(part.value, list)
     if container:
-        value = "\n".join(_last_component(key) or text_of(key) for key in value)
+        value = "\n".join(_last_component(key) or text_of(key) for key in part.value)
     else:
-        value = _last_component(value) or value
+        value = _last_component(part.value) or part.value
     data = data_of(value)
     kind = zlib.crc32(part.kind.encode("utf-8", "surrogatepass"))
     bits = zlib.crc32(data, kind)
@@ -149,21 +135,13 @@ def _last_component(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Witness:
-    """The witness of an epoch.
+    """The witness of an epoch."""
 
-    Attributes:
-        epoch: of which it is the first sample.
-        index: of the sample in the dataset; None if only the order says it.
-        bits: the checksum of all parts that are not left out.
-        told: of each such part, four digits of the checksum of what is exact.
-        left_out: of each part that differs from one read to the next, four digits of its name's checksum.
-    """
-
-    epoch: int
-    index: int | None
-    bits: str
-    told: tuple[str, ...]
-    left_out: tuple[str, ...] = ()
+    epoch: int  # of which it is the first sample
+    index: int | None  # of the sample in the dataset; None if only the order says it
+    bits: str  # the checksum of all parts that are not left out
+    told: tuple[str, ...]  # of each such part, four digits of the checksum of what is exact
+    left_out: tuple[str, ...] = ()  # of each part that differs between reads, four digits of its name's checksum
 
     @classmethod
     def of(cls, epoch: int, index: Any, summary: SampleSummary, left_out: Set[str] = frozenset()) -> Witness:

@@ -30,21 +30,13 @@ _SHOWN = 3  # lines of the user's that are shown
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The one cause that explains most.
+    """The one cause that explains most."""
 
-    Attributes:
-        title: what is wrong, in a sentence.
-        tone: "good" if nothing is, "warn" if no law is broken but something is not exact.
-        facts: (label, text) to be shown below the title, in this order.
-        counted: the laws and trials that fail for the same cause.
-        others: laws that fail for another one.
-    """
-
-    title: str
-    tone: Literal["good", "warn", "bad"]
-    facts: tuple[tuple[str, str], ...] = ()
-    counted: tuple[str, ...] = ()
-    others: tuple[LawError, ...] = ()
+    title: str  # what is wrong, in a sentence
+    tone: Literal["good", "warn", "bad"]  # "warn": no law is broken, but something is not exact
+    facts: tuple[tuple[str, str], ...] = ()  # (label, text) to be shown below the title
+    counted: tuple[str, ...] = ()  # the laws and trials that fail for the same cause
+    others: tuple[LawError, ...] = ()  # of laws that fail for another one
 
     @property
     def together(self) -> str:
@@ -98,7 +90,7 @@ def diagnose(examination: Examination, report: Report) -> Diagnosis:
         ("instead", _SEEDED if drawn else error.cure),
     )
     same = tuple(name for name in failed if name != lead and (repeats or _together(lead, name)))
-    others = tuple(each for name, each in failed.items() if name != lead and name not in same)
+    others = tuple(each for name, each in failed.items() if name not in (lead, *same))
     return Diagnosis(title or f"The law '{lead}' is broken: {LAWS[lead].sentence}", "bad", facts, same, others)
 
 
@@ -122,7 +114,8 @@ def _declined(examination: Examination, capability: str) -> str | None:
     """Why the loader declares a capability no; None if it does not."""
     with contextlib.suppress(LawError):
         holds, reason = examination.capability(capability)
-        return reason if holds is False else None
+        if holds is False:
+            return reason
     return None
 
 
@@ -135,9 +128,9 @@ def _together(lead: str, name: str) -> bool:
 
 
 def _drawn(examination: Examination) -> tuple[tuple[str, str], ...]:
-    examination.begin("entropy", "", "")
+    examination.begin("entropy")
     with contextlib.suppress(LawError):
-        lines: list[str] = examination.investigate(entropy, examination.options())
+        lines: list[str] = examination.investigate(entropy)
         return tuple(("drawn at", line) for line in lines)
     return ()
 

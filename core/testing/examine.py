@@ -195,7 +195,7 @@ class Examination:
 
     @_once
     def _under_later_seeds(self) -> Recording:
-        return self.record([self.trial(self.options(), later=True)], process=1)[0]
+        return self.record([self.trial(later=True)], process=1)[0]
 
     def sound(
         self, recording: Recording, expected: str, epoch: int | None = None, batch: int | None = None
@@ -264,9 +264,9 @@ class Examination:
         except ProcessError as error:
             raise self.error("the loader to answer", str(error)) from error
 
-    def trial(self, options: Mapping[str, Any], **more: Any) -> Trial:
-        """A `Trial` with these settings."""
-        return Trial(self.named, options, **more)
+    def trial(self, options: Mapping[str, Any] | None = None, **more: Any) -> Trial:
+        """A `Trial` with these settings, in a world of one unless there are options."""
+        return Trial(self.named, self.options() if options is None else options, **more)
 
     def record(self, trials: Sequence[Trial], process: int = 0) -> list[Recording]:
         """Run trials one after another in one process."""
@@ -300,12 +300,16 @@ class Examination:
             calls = [(rank, record.in_group, (meeting, rank, world_size, trials(rank))) for rank in range(world_size)]
             return self.run(calls)
 
-    def investigate(self, function: Callable[..., Any], *arguments: Any, process: int = 0, refusal: str = "") -> Any:
-        """The result of ``function(settings, *arguments)`` in a process. An exception is the law's error.
+    def investigate(
+        self, function: Callable[..., Any], *arguments: Any, options: Mapping[str, Any] | None = None, process: int = 0,
+        refusal: str = "",
+    ) -> Any:  # fmt: skip
+        """The result of ``function(settings, options, *arguments)`` in a process. An exception is the law's error.
 
         One of the class named ``refusal`` is returned as a `Failure`.
         """
-        (result,) = self.run([(process, record.experiment, (function, (self.named, *arguments)))])
+        asked = (function, (self.named, self.options() if options is None else options, *arguments))
+        (result,) = self.run([(process, record.experiment, asked)])
         if isinstance(result, LawError):
             raise self.error(result.expected, result.got, result.epoch, result.batch, result.cause, result.cure)
         if isinstance(result, Failure) and refusal not in result.kinds:
@@ -323,7 +327,7 @@ class Examination:
 
     @_once
     def _whole(self) -> Recording:
-        return self.record([self.trial(self.options(), passes=self.settings.epochs + 1)])[0]
+        return self.record([self.trial(passes=self.settings.epochs + 1)])[0]
 
     def heads(self, world_size: int = 1) -> list[Recording]:
         """The run of `whole` on each rank of a world, with a state after every batch."""

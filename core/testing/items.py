@@ -61,26 +61,20 @@ def leaves(item: Any) -> Iterator[Leaf]:
 def first_difference(expected: Iterable[Leaf], got: Iterable[Leaf]) -> tuple[str, str]:
     """Two short texts, (expected, got), for the first place where two items differ."""
     for one, other in itertools.zip_longest(expected, got):
-        if one is None or other is None:
-            return (
-                f"{one.path} {one}".strip() if one else "nothing more",
-                f"{other.path} {other}".strip() if other else "nothing more",
-            )
         if one == other:
             continue
+        if one is None or other is None:
+            first, second = (f"{each.path} {each}".strip() if each else "nothing more" for each in (one, other))
+            return first, second
         where = f"{one.path}: " if one.path else ""
         if one.path != other.path or one.kind != other.kind or len(one.values) <= 1:
             return f"{where}{one}", f"{other.path}: {other}" if other.path else str(other)
-        for index, (value, other_value) in enumerate(zip(one.values, other.values, strict=False)):
-            if value != other_value:
-                return (
-                    f"{where}{one.kind}, value {index}: {value}",
-                    f"{where}{one.kind}, value {index}: {other_value}",
-                )
-        return (
-            f"{where}{one.kind} with digest {one.digest}",
-            f"{where}{other.kind} with digest {other.digest} (differs after its first {len(one.values)} values)",
-        )
+        for index, values in enumerate(zip(one.values, other.values, strict=False)):
+            if values[0] != values[1]:
+                told = f"{where}{one.kind}, value {index}"
+                return f"{told}: {values[0]}", f"{told}: {values[1]}"
+        told = f"{where}{one.kind} with digest"
+        return f"{told} {one.digest}", f"{told} {other.digest} (differs after its first {len(one.values)} values)"
     return "(equal)", "(equal)"
 
 

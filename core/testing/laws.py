@@ -20,11 +20,11 @@ from .live import reshard, rollback
 from .proofs import honesty, witness
 from .record import Settings
 from .refusal import refusal
-from .report import InapplicableError, LawError, Outcome, Report, Verdict, reach
+from .report import LawError, Outcome, Report, Verdict, reach
 from .transparent import transparent
 from .worlds import partition, topology
 
-__all__ = ["LAWS", "Law", "check_resumable", "examine_law", "judge"]
+__all__ = ["LAWS", "Law", "check_resumable", "judge"]
 
 
 def check_resumable(
@@ -111,17 +111,14 @@ def check_resumable(
     return report
 
 
-def examine_law(examination: Examination, name: str) -> Outcome:
-    """Examine one law. Raises `LawError` if it is broken."""
-    law = LAWS[name]
+def _examine(law: Law, examination: Examination) -> Outcome:
     examination.begin(law.name, law.cause, law.cure)
     try:
-        return law.examine(examination)
-    except InapplicableError as reason:
-        return Outcome(reason.status, str(reason))
+        outcome: Outcome = law.examine(examination)
+        return outcome
     except LawError as error:
-        if name != transparent.name:  # the other laws compare the loader with itself
-            examination.broken.append(name)
+        if law is not transparent:  # the other laws compare the loader with itself
+            examination.broken.append(law.name)
         raise examination.explained(error) from None
 
 
@@ -135,7 +132,7 @@ def judge(examination: Examination, laws: Iterable[str] | None = None) -> Iterat
     unknown = [name for name in names if name not in LAWS]
     if unknown:
         raise ValueError(f"there is no law {unknown[0]!r}; the laws are {', '.join(LAWS)}")
-    return (reach(name, partial(examine_law, examination, name)) for name in LAWS if name in names)
+    return (reach(name, partial(_examine, law, examination)) for name, law in LAWS.items() if name in names)
 
 
 _ALL = (

@@ -44,7 +44,7 @@ def delivery(examination: Examination) -> Outcome:
     examination.compares_by_ids()  # which needs names
     for variant in variants:
         options = examination.options(**variant)
-        slow: _Slow = examination.investigate(_take_slowly, options)
+        slow: _Slow = examination.investigate(_take_slowly, options=options)
         _resume_in_flight(examination, options, slow)
         if slow.refused:
             outcomes["in flight"] = Outcome("refused clearly", slow.refused)
@@ -112,7 +112,7 @@ def _resume_in_flight(examination: Examination, options: Mapping[str, Any], slow
 
 
 @law(
-    "cost",
+    "cost", "constant_time_resume",
     cause="the resume reads and discards what was consumed before",
     cure="start the order at the position; if the source cannot be started there, declare constant_time_resume as no",
 )
@@ -158,11 +158,11 @@ def guest(examination: Examination) -> Outcome:
     whole = examination.whole()
     state = examination.observed().passes[0].states[len(whole.passes[0].batches) // 2]
     try:
-        examination.investigate(_watch_generators, examination.options(), state)
+        examination.investigate(_watch_generators, state)
     except LawError:
         examination.need_promise("exact_augmentations")
         raise
-    passes = examination.investigate(_draw_between, examination.options(), len(whole.passes))
+    passes = examination.investigate(_draw_between, len(whole.passes))
     examination.same_passes(whole.passes, passes, "although the caller draws random numbers, the same batch")
     return HOLDS
 
@@ -226,5 +226,4 @@ def _draw_between(settings: Settings, options: Mapping[str, Any], passes: int) -
 def _draw() -> None:
     random.random()
     np.random.random(3)
-    # Do not seed them: a loader may take torch's initial seed as its own.
-    torch.rand(5)
+    torch.rand(5)  # not seeded: a loader may take torch's initial seed as its own

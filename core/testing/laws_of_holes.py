@@ -17,7 +17,7 @@ __all__ = ["holes"]
 
 
 @law(
-    "holes",
+    "holes", "skips",
     cause="a range is counted in other numbers than positions, or a sample is keyed by its number among what is left",
     cure="number what is left, and lead each of these numbers back to its position, as midepoch.order.holes does",
 )
@@ -26,14 +26,14 @@ def holes(examination: Examination) -> Outcome:
     need(examination, "skip")
     declared, reason = examination.capability("skips")
     if declared is False:
-        examination.investigate(refuses, examination.options(), "skip", 0, 1)
+        examination.investigate(refuses, "skip", 0, 1)
         return Outcome("refused clearly", reason)
     examination.need_promise()
     examination.need_names()
     whole = examination.observed().passes[0].batches
     if len(whole) < 3:
         return Outcome("not applicable", "an epoch has fewer than three batches")
-    unit, finishes = examination.investigate(_unit_of, examination.options())
+    unit, finishes = examination.investigate(_unit_of)
     # What each position of the epoch gives, by batch.
     units = [[seen.ids] if unit == "batch" else [(name,) for name in seen.ids] for seen in whole]
     listed = [ids for each in units for ids in each]
@@ -43,13 +43,13 @@ def holes(examination: Examination) -> Outcome:
     for ranges in ([(begins, begins + 1)], [(0, 1), (middle, last)], [(begins, middle), (last - 1, last)]):
         gone = {place for start, stop in ranges for place in range(start, stop)}
         left = [ids for place, ids in enumerate(listed) if place >= begins and place not in gone]
-        parts = examination.investigate(_skip, examination.options(), at, ranges)
+        parts = examination.investigate(_skip, at, ranges)
         for part, what in zip(parts, ("goes on", "resumes"), strict=True):
             _compare(examination, left, part, most, f"a run that {what} after {at} batches and skips {ranges}", at)
     if finishes:
         taken = min(len(whole) - 1, at + 2)
         left = [ids for each in (*units[1:taken:2], *units[taken:]) for ids in each]
-        part = examination.investigate(_finish, examination.options(), taken)
+        part = examination.investigate(_finish, taken)
         _compare(examination, left, part, most, f"a resume after {taken} batches, every second of them finished", taken)
     return HOLDS
 

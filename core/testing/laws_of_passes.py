@@ -30,7 +30,7 @@ def determinism(examination: Examination) -> Outcome:
     """Two fresh loaders agree, also in another process; if shuffled, two epochs differ; random columns vary."""
     examination.need_promise()
     whole = examination.whole()
-    clone = examination.trial(examination.options(), passes=len(whole.passes))
+    clone = examination.trial(passes=len(whole.passes))
     for process, where in enumerate(("in the same process", "in another process")):
         other = examination.sound(examination.record([clone], process)[0], "a second fresh loader")
         examination.same_passes(whole.passes, other.passes, f"the same batch from a fresh loader {where}")
@@ -72,7 +72,7 @@ def _check_draws(examination: Examination, passes: Sequence[Pass]) -> None:
 
 
 @law(
-    "tail",
+    "tail", "exact_order", "exact_augmentations",
     cause="the state counts what was prefetched, lacks the seed, or a random stream restarts in the resumed process",
     cure="count what the training loop has received, and key each sample's stream by (seed, epoch, position)",
 )
@@ -116,7 +116,7 @@ def _with_workers(examination: Examination, compare: Callable[[Examination, Resu
 
 
 @law(
-    "next epoch",
+    "next epoch", "exact_order", "exact_augmentations",
     cause="the epoch is not part of the state, or the end of a resumed epoch does not count as an end",
     cure="move the state to (epoch + 1, 0) with the last batch, also in a resumed epoch",
 )
@@ -140,7 +140,7 @@ def _same_next(examination: Examination, resume: Resume, by_ids: bool = False) -
 
 
 @law(
-    "boundary",
+    "boundary", "exact_order",
     cause="'finished' is saved as a full position of the old epoch, or the first state lacks what later ones have",
     cure="let the last batch move the state to (epoch + 1, 0), and give every state the same keys",
 )
@@ -164,13 +164,13 @@ def boundary(examination: Examination) -> Outcome:
         expected = each.head.passes[each.epoch + ended].batches
         apart = ended and bool(each.where) and examination.ranks_end_apart and not passes[0].batches
         examination.same(expected, passes[apart].batches, what, each.epoch + ended)
-    examination.investigate(_start_quietly, examination.options())
-    behind = examination.investigate(_behind_the_last_batch, examination.options())
+    examination.investigate(_start_quietly)
+    behind = examination.investigate(_behind_the_last_batch)
     if behind is not None:
-        resumed: Pass = examination.investigate(see_rest, examination.options(), behind, process=1)
+        resumed: Pass = examination.investigate(see_rest, behind, process=1)
         what = "from the state after the last batch, in the body of epochs()"
         examination.same(head.passes[1].batches, resumed.batches, what, 1)
-        left, following = examination.investigate(_resume_in_the_body, examination.options(), behind)
+        left, following = examination.investigate(_resume_in_the_body, behind)
         if left:
             raise examination.error("an empty pass in the body of the epoch that is over", f"{left} batches", 0)
         examination.same(head.passes[1].batches, following, f"{what}, once that body has ended", 1)

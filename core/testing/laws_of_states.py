@@ -46,8 +46,7 @@ def _load_while_running(examination: Examination, head: Recording) -> Outcome:
     longest = max(len(part.batches) for part in head.passes) + 1
     outcome = HOLDS
     for running in (True, False):
-        arguments = (examination.options(), states, longest, running)
-        legs, refused = examination.investigate(_load_in_use, *arguments, process=1)
+        legs, refused = examination.investigate(_load_in_use, states, longest, running, process=1)
         for (epoch, cut), state, (loaded, batches) in zip(places, states, legs, strict=False):
             examination.same_state(state, loaded, "the state that was loaded into a loader in use", epoch, cut, *blame)
             fresh = examination.sound(examination.resumed()[epoch, cut], "a resume", epoch, cut)
@@ -93,16 +92,46 @@ def observer(examination: Examination) -> Outcome:
     examination.need_promise()
     whole = examination.whole()
     counts = [len(part.batches) for part in whole.passes]
-    passes = examination.investigate(_ask_everything, examination.options(), counts)
-    examination.same_passes(whole.passes, passes, "with states asked for, the batch of the run without")
-    peeked: list[_Peeked] | None = examination.investigate(_peek_always, examination.options(), counts)
-    if peeked is None:
-        return Outcome("holds", "the loader has no peek()")
-    for epoch, (expected, each) in enumerate(zip(whole.passes, peeked, strict=True)):
-        rest = expected.batches[each.first :]
-        examination.same(rest, each.shown, "peek() shows the batch to come", epoch, each.first)
-        examination.same(expected.batches, each.taken, "after peek(), the batch of the run without", epoch)
-    return HOLDS
+    passes: list[_Asked] = examination.investigate(_ask_always, counts)
+    for epoch, (expected, asked) in enumerate(zip(whole.passes, passes, strict=True)):
+        if asked.peeks:
+            rest = expected.batches[asked.first :]
+            examination.same(rest, asked.shown, "peek() shows the batch to come", epoch, asked.first)
+        what = "with states and the next batch asked for, the batch of the run without"
+        examination.same(expected.batches, asked.taken, what, epoch)
+    return HOLDS if passes[0].peeks else Outcome("holds", "the loader has no peek()")
+
+
+class _Asked(NamedTuple):
+    """What peek() showed in a pass, and what was taken. ``first``: the batch that it showed first."""
+
+    peeks: bool
+    first: int
+    shown: list[Seen]
+    taken: list[Seen]
+
+
+def _ask_always(settings: Settings, options: Mapping[str, Any], counts: Sequence[int]) -> list[_Asked]:
+    passes: list[_Asked] = []
+    with open_loader(settings, options) as loader:
+        peeks = callable(getattr(loader, "peek", None))
+        # If the length is unknown, an epoch that was read to its end may still be the current one.
+        unknown = length_of(loader) is None
+        for count in counts:
+            asked = _Asked(peeks, int(unknown and bool(passes)), [], [])
+            _ask(loader)
+            if peeks and not asked.first:
+                asked.shown.append(see(settings, loader.peek()))
+            iterator = iter(loader)
+            _ask(loader)
+            for batch in itertools.islice(iterator, count + 1):
+                asked.taken.append(see(settings, batch))
+                _ask(loader)
+                if peeks and len(asked.taken) < count:  # after an epoch's last batch, the pass must end by itself
+                    asked.shown.append(see(settings, loader.peek()))
+                    _ask(loader)
+            passes.append(asked)
+    return passes
 
 
 def _ask(loader: Any) -> None:
@@ -113,45 +142,6 @@ def _ask(loader: Any) -> None:
         with contextlib.suppress(TypeError):
             getattr(loader, name, None)
     length_of(loader)
-
-
-def _ask_everything(settings: Settings, options: Mapping[str, Any], counts: Sequence[int]) -> list[Pass]:
-    passes = [Pass() for _ in counts]
-    with open_loader(settings, options) as loader:
-        for each, count in zip(passes, counts, strict=True):
-            _ask(loader)
-            iterator = iter(loader)
-            _ask(loader)
-            for batch in itertools.islice(iterator, count + 1):
-                each.batches.append(see(settings, batch))
-                _ask(loader)
-    return passes
-
-
-class _Peeked(NamedTuple):
-    """What peek() showed in a pass, and what was taken. ``first``: the batch that it showed first."""
-
-    shown: list[Seen]
-    taken: list[Seen]
-    first: int
-
-
-def _peek_always(settings: Settings, options: Mapping[str, Any], counts: Sequence[int]) -> list[_Peeked] | None:
-    passes: list[_Peeked] = []
-    with open_loader(settings, options) as loader:
-        if not callable(getattr(loader, "peek", None)):
-            return None
-        # If the length is unknown, an epoch that was read to its end may still be the current one.
-        unknown = length_of(loader) is None
-        for count in counts:
-            skips = unknown and bool(passes)
-            shown, taken = [] if skips else [see(settings, loader.peek())], []
-            for batch in itertools.islice(loader, count + 1):
-                taken.append(see(settings, batch))
-                if len(taken) < count:  # after an epoch's last batch, the pass must end by itself
-                    shown.append(see(settings, loader.peek()))
-            passes.append(_Peeked(shown, taken, int(skips)))
-    return passes
 
 
 @law(
@@ -165,7 +155,7 @@ def isolation(examination: Examination) -> Outcome:
     head = examination.observed()
     for epoch, cut in [(0, 0), *examination.places(head)]:
         state = head.passes[epoch].states[cut]
-        examination.investigate(_share_states, examination.options(), state, epoch, cut, by_ids)
+        examination.investigate(_share_states, state, epoch, cut, by_ids)
     return HOLDS
 
 
@@ -226,7 +216,7 @@ def transport(examination: Examination) -> Outcome:
     places = [(0, 0), *examination.places(head)]
     states = [_through_json(examination, head.passes[epoch].states[cut], epoch, cut) for epoch, cut in places]
     longest = max(len(part.batches) for part in head.passes) + 1
-    trials = [examination.trial(examination.options(), state=state, passes=2, limit=longest) for state in states]
+    trials = [examination.trial(state=state, passes=2, limit=longest) for state in states]
     for (epoch, cut), recording in zip(places, examination.resume(trials), strict=True):
         examination.sound(recording, "a resume from a state that went through JSON", epoch, cut)
         direct = examination.sound(resumed[epoch, cut], "a resume", epoch, cut)
@@ -286,11 +276,11 @@ def chain(examination: Examination) -> Outcome:
     head = examination.observed()
     places = examination.places(head)
     at = [head.passes[epoch].states[cut] for epoch, cut in places]
-    seconds = examination.resume([examination.trial(examination.options(), state=each, states=True) for each in at])
+    seconds = examination.resume([examination.trial(state=each, states=True) for each in at])
     compared = False
     for (epoch, cut), second in zip(places, seconds, strict=True):
         done = examination.sound(second, f"a resume after {cut} batches that asks for states", epoch, cut).passes[0]
-        trials = [examination.trial(examination.options(), state=each, states=True) for each in done.states[1:-1]]
+        trials = [examination.trial(state=each, states=True) for each in done.states[1:-1]]
         thirds = examination.record(trials)
         for more, third in enumerate(thirds, start=1):
             what = f"cut after {cut} and again after {cut + more} batches, the batch of the run cut once"
@@ -298,7 +288,7 @@ def chain(examination: Examination) -> Outcome:
             examination.same(done.batches[more:], third.passes[0].batches, what, epoch, cut + more)
             compared = True
         if thirds and len(thirds[0].passes[0].states) > 2:
-            fourth: Pass = examination.investigate(see_rest, examination.options(), thirds[0].passes[0].states[1])
+            fourth: Pass = examination.investigate(see_rest, thirds[0].passes[0].states[1])
             what = f"cut after {cut}, {cut + 1} and {cut + 2} batches, the batch of the run cut once"
             examination.same(done.batches[2:], fourth.batches, what, epoch, cut + 2)
     if not compared:

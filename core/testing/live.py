@@ -43,7 +43,7 @@ def reshard(examination: Examination) -> Outcome:
     ):
         declared, reason = examination.capability(name)
         if declared is False:
-            examination.investigate(refuses, options, "reshard", World(0, world_size))
+            examination.investigate(refuses, "reshard", World(0, world_size), options=options)
             return Outcome("refused clearly", reason)
     examination.need_promise()
     examination.need_names()
@@ -58,7 +58,7 @@ def reshard(examination: Examination) -> Outcome:
 
 def need(examination: Examination, *methods: str) -> None:
     """Raise `InapplicableError` if the loader lacks a method, or what is broken without it would be found once more."""
-    if not examination.investigate(_has, examination.options(), methods):
+    if not examination.investigate(_has, methods):
         raise InapplicableError(f"the loader has no {' and '.join(methods)}")
     if examination.broken:
         raise InapplicableError(f"not compared, because the law '{examination.broken[0]}' is broken")
@@ -67,7 +67,7 @@ def need(examination: Examination, *methods: str) -> None:
 def _judge_sequence(examination: Examination, sequence: Sequence[int], workers: Mapping[str, int]) -> bool:
     """Whether the epoch was long enough to compare anything."""
     options = examination.options(**workers)
-    passes = examination.investigate(_change_worlds, options, tuple(sequence), refusal=_UNSUPPORTED)
+    passes = examination.investigate(_change_worlds, tuple(sequence), options=options, refusal=_UNSUPPORTED)
     what = " -> ".join(map(str, sequence)) + " ranks" + (f" with {workers}" if workers else "")
     if isinstance(passes, Failure):
         # The source is built for its rank, so its world cannot change in mid-epoch: it says so, and what to build.
@@ -201,10 +201,10 @@ def rollback(examination: Examination) -> Outcome:
             expected = [seen for part in with_workers.passes[:2] for seen in part.batches]
         for commit in commits:
             options = examination.options(**workers)
-            done = examination.investigate(_commit_and_roll_back, options, commit, 2, refusal=_STATE_ERROR)
+            done = examination.investigate(_commit_and_roll_back, commit, 2, options=options, refusal=_STATE_ERROR)
             if isinstance(done, Failure):
                 # One that refuses a load once it was read, as the law 'round trip' allows, cannot go back either.
-                if not examination.investigate(_goes_back, options, head.passes[0].states[0]):
+                if not examination.investigate(_goes_back, head.passes[0].states[0], options=options):
                     return Outcome("refused clearly", done.message)
                 raise examination.error("a rollback that leads to the last commit", done.whole, 0)
             again = [*expected[: commit + 2], *expected[commit:ends]]

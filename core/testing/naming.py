@@ -75,7 +75,9 @@ def split(batch: Any, count: int) -> list[str] | None:
     # A list with an element that is a column is no column, although it may have as many elements as the batch samples.
     paths = [path for path, column in columns.items() if len(column) == count]
     fitting = [path for path in paths if not any(_is_within(other, path) for other in paths)]
-    if not fitting or any(all(path != each and not _related(path, each) for each in fitting) for path in columns):
+    related = {path for path in columns for each in fitting
+               if path == each or _is_within(path, each) or _is_within(each, path)}  # fmt: skip
+    if not fitting or related != columns.keys():
         return None
     return [items.digest(row) for row in zip(*(_rows(columns[path], Column(path)) for path in fitting), strict=True)]
 
@@ -134,17 +136,10 @@ def with_contents(naming: Naming, found: Iterable[Column], ragged: Collection[st
             paddings.setdefault(column.path, column)
     fitting = [column.path for column in one if column.padding is None and _fits(one, [names, column])]
     # A sequence with an element that is a column is not a column itself, even if its length is the batch size.
-    outermost = _outermost([path for path in fitting if not _is_within(names.path, path)])
+    fitting = [path for path in fitting if not _is_within(names.path, path)]
+    outermost = [path for path in fitting if not any(_is_within(path, other) for other in fitting)]
     contents = [paddings.get(path, Column(path)) for path in outermost if path in paddings or path not in ragged]
     return dataclasses.replace(naming, contents=tuple(contents))
-
-
-def _outermost(paths: Sequence[str]) -> list[str]:
-    return [path for path in paths if not any(_is_within(path, other) for other in paths)]
-
-
-def _related(path: str, other: str) -> bool:
-    return _is_within(path, other) or _is_within(other, path)
 
 
 def _is_within(path: str, other: str) -> bool:
@@ -215,16 +210,12 @@ def _columns(part: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         plain = all(isinstance(element, (str, bytes, int, float)) for element in part)
         if len(part) <= _MOST_PARTS and not plain:
             for number, element in enumerate(part):
-                yield from _columns(element, _place(path, number, part))
+                # With the length: if that varies between batches, the elements are samples and not columns.
+                yield from _columns(element, f"{path}[{number} of {len(part)}]")
         if not (path and plain and len(set(map(type, part))) > 1):  # that is a sample, such as (index, value)
             yield path, list(part)
     if not path:
         yield _ALL, [part]
-
-
-def _place(path: str, number: int, part: Sequence[Any]) -> str:
-    """A path with the length. If the length varies between batches, the elements are samples and not columns."""
-    return f"{path}[{number} of {len(part)}]"
 
 
 def _is_stored_whole(tensor: torch.Tensor) -> bool:

@@ -18,25 +18,15 @@ Samples = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class Picture:
-    """What happened to one epoch that was cut and continued, perhaps on another number of ranks.
-
-    Attributes:
-        epoch: its number.
-        cut: batches of each rank before the cut.
-        worlds: number of ranks before the cut, and after it.
-        order: the epoch's samples in the order of an uninterrupted run on one rank.
-        before: for each rank, the samples that it gave before the cut.
-        after: the same after the cut; empty if `problem` is set.
-        problem: what went wrong, or why the loader refused.
-    """
+    """What happened to one epoch that was cut and continued, perhaps on another number of ranks."""
 
     epoch: int
-    cut: int
-    worlds: tuple[int, int]
-    order: Samples
-    before: tuple[Samples, ...]
-    after: tuple[Samples, ...]
-    problem: str = ""
+    cut: int  # batches of each rank before it
+    worlds: tuple[int, int]  # number of ranks before the cut, and after it
+    order: Samples  # the epoch's, in an uninterrupted run on one rank
+    before: tuple[Samples, ...]  # that each rank gave before the cut
+    after: tuple[Samples, ...]  # the same after the cut; empty if `problem` is set
+    problem: str = ""  # what went wrong, or why the loader refused
 
     @property
     def lost(self) -> Samples:
@@ -58,7 +48,7 @@ def take_pictures(examination: Examination, *, few: bool = False) -> Iterator[li
 
     If an epoch can be cut in very many places, some are chosen, evenly spaced. ``few``: only one rank before and after.
     """
-    examination.begin("picture", "", "")
+    examination.begin("picture")
     sizes = (1,) if few else examination.worlds
     for worlds in [(one, other) for one in sizes for other in sizes]:
         for epoch in range(examination.settings.epochs):

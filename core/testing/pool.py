@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib.util
 import itertools
 import logging
@@ -34,14 +35,7 @@ _GRACE = 5.0  # seconds that a process has to end before it is killed
 
 
 class ProcessError(RuntimeError):
-    """A spawned process raised, died, or did not answer in time. ``trace`` is its traceback, if it has one."""
-
-    def __init__(self, message: str, trace: str = "") -> None:
-        super().__init__(message, trace)
-        self.trace = trace
-
-    def __str__(self) -> str:
-        return f"{self.args[0]}\n{self.trace}".rstrip()
+    """A spawned process raised, died, or did not answer in time."""
 
 
 @dataclass(frozen=True)
@@ -101,16 +95,12 @@ class ProcessPool:
             server.kill()
 
 
-_shared: ProcessPool | None = None
-
-
+@functools.cache
 def shared_pool() -> ProcessPool:
     """The only pool of this session, closed at exit."""
-    global _shared
-    if _shared is None:
-        _shared = ProcessPool()
-        atexit.register(_shared.close)
-    return _shared
+    pool = ProcessPool()
+    atexit.register(pool.close)
+    return pool
 
 
 class _Server:
@@ -119,11 +109,11 @@ class _Server:
     def __init__(self, number: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._number = number
-        self._allowance = _FIRST_CALL_ALLOWANCE
+        self._number, self._allowance = number, _FIRST_CALL_ALLOWANCE
+        # How this process starts others: as set, or the platform's default. Asking does not fix the choice.
+        method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
         # Not a daemon: daemons must not have children, but loaders start workers.
-        arguments = (theirs, _start_method())
-        self.process: SpawnProcess = context.Process(target=_serve, args=arguments, daemon=False)
+        self.process: SpawnProcess = context.Process(target=_serve, args=(theirs, method), daemon=False)
         self.process.start()
         theirs.close()
 
@@ -149,7 +139,7 @@ class _Server:
             ) from error
         self._allowance = 0.0
         if not succeeded:
-            raise ProcessError(f"process {self._number}: {result}", trace)
+            raise ProcessError(f"process {self._number}: {result}\n{trace}".rstrip())
         return result
 
     def stop(self) -> None:
@@ -207,11 +197,6 @@ def _is_importable(name: str) -> bool:
         return name in sys.modules or importlib.util.find_spec(name) is not None
     except (ImportError, ValueError, AttributeError):
         return False
-
-
-def _start_method() -> str:
-    """How this process starts others: as set, or the platform's default. Asking does not fix the choice."""
-    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 def _serve(connection: Connection, start_method: str) -> None:

@@ -39,7 +39,7 @@ def witness(examination: Examination) -> Outcome:
         return Outcome("not applicable", "an epoch has one batch: what differs at its end may be meant to")
     seal = examination.settings.reseal or reseal
     other = seal({**state, "witness": str(of_another_sample(found))})
-    trials = [examination.trial(examination.options(), state=each) for each in (state, other)]
+    trials = [examination.trial(state=each) for each in (state, other)]
     same, changed = examination.resume(trials)
     examination.sound(same, "a resume over the same data", 0, cut)
     if changed.failure is None or _MISMATCH not in changed.failure.kinds:
@@ -55,7 +55,7 @@ def witness(examination: Examination) -> Outcome:
 )
 def honesty(examination: Examination) -> Outcome:
     """What a loader promises with its first state, after its first batch, it still promises after two epochs."""
-    reason = examination.investigate(_promises_kept, examination.options())
+    reason = examination.investigate(_promises_kept)
     return Outcome("not promised", reason) if reason else HOLDS
 
 

@@ -171,7 +171,7 @@ def _offer_all(examination: Examination, options: Mapping[str, Any], cases: Sequ
     by_ids = examination.compares_by_ids()
 
     def offer(some: Sequence[_Case]) -> Any:
-        return examination.investigate(_offer, options, some, moment, by_ids)
+        return examination.investigate(_offer, some, moment, by_ids, options=options)
 
     rest, kept = offer(cases)
     quiet, _ = offer([])

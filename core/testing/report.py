@@ -99,18 +99,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Promise:
-    """What a promise of a loader rests on.
+    """What a promise of a loader rests on. "not kept": a trial or a law shows that it is promised wrongly."""
 
-    Attributes:
-        name: a capability, or "same data".
-        standing: "proved at each resume", "tried", "believed", "no" (not promised), "not kept" (a trial or a law shows
-            that it is promised wrongly) or "not declared".
-        reason: in a sentence.
-    """
-
-    name: str
+    name: str  # a capability, or "same data"
     standing: Literal["proved at each resume", "tried", "believed", "no", "not kept", "not declared"]
-    reason: str
+    reason: str  # in a sentence
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from .worlds import contents_of, count, starts_next_epoch
 
 __all__ = ["Answer", "Comparison", "answer_all"]
 
+
 @dataclass(frozen=True)
 class Answer:
     """One cell of the table: a few words, and whether that is good."""
@@ -26,12 +27,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The table: for each side its heading, and for each question the answers.
-
-    Attributes:
-        headings: of the sides, such as "without midepoch".
-        rows: question, and an answer for each side.
-    """
+    """The table: ``headings`` of the sides, such as "without midepoch"; each question with an answer for each side."""
 
     headings: tuple[str, ...]
     rows: tuple[tuple[str, tuple[Answer, ...]], ...]
@@ -40,20 +36,18 @@ class Comparison:
     def of(cls, sides: Mapping[str, Mapping[str, Answer]]) -> Comparison:
         """The table of ``heading -> question -> answer``. What one side only answers is open on the others."""
         questions = dict.fromkeys(question for answers in sides.values() for question in answers)
-        rows = [
-            (each, tuple(answers.get(each, Answer("-", "other")) for answers in sides.values()))
-            for each in questions
-        ]
+        untold = Answer("-", "other")
+        rows = [(each, tuple(answers.get(each, untold) for answers in sides.values())) for each in questions]
         return cls(tuple(sides), tuple(rows))
 
 
-EXACT = Answer("exact", "good")
+_EXACT = Answer("exact", "good")
 _REST = "rest of an epoch that was cut"
 
 
 def answer_all(examination: Examination) -> dict[str, Answer]:
     """Question -> answer. If not even an uninterrupted run succeeds, one answer says so."""
-    examination.begin("sides", "", "")
+    examination.begin("sides")
     try:
         head = examination.observed()
         places = examination.places(head)
@@ -83,15 +77,12 @@ def _questions(examination: Examination) -> Iterator[tuple[str, Ask]]:
         yield f"continued on {world_size} ranks", partial(_changed, world_size=world_size)
     if workers := examination.most_workers:
         yield f"continued with {workers} workers", partial(_changed, num_workers=workers)
-    if examination.takes("batch_size") and type(examination.default("batch_size")) is int:
-        size = examination.default("batch_size") + 1
-        yield f"continued with batches of {size}", partial(_changed, batch_size=size)
+    if examination.takes("batch_size") and (size := examination.default("batch_size")) is not None:
+        yield f"continued with batches of {size + 1}", partial(_changed, batch_size=size + 1)
     yield "its state", _state
 
 
-def _unchanged(
-    examination: Examination, question: str, head: Recording, places: Sequence[Place]
-) -> dict[str, Answer]:
+def _unchanged(examination: Examination, question: str, head: Recording, places: Sequence[Place]) -> dict[str, Answer]:
     rest, following = [], []
     for (epoch, cut), recording in zip(places, examination.resume_from(head, places, places), strict=True):
         rest.append(_answer(examination, head.passes[epoch], cut, [recording], 0))
@@ -109,11 +100,13 @@ def _changed(
         resumed = [examination.resume_from(head, places, (), **options)]
     else:
         resumed = examination.resume_world([head], places, world_size)
-    answers = [
-        _answer(examination, head.passes[epoch], cut, [each[number] for each in resumed], 0, bool(options))
-        for number, (epoch, cut) in enumerate(places)
-        if _is_enough(examination, head.passes[epoch], cut, world_size, options.get("batch_size", 0))
-    ]
+    answers = []
+    for number, (epoch, cut) in enumerate(places):
+        whole = head.passes[epoch]
+        batch = max([options.get("batch_size", 0), *map(len, whole.ids)])
+        # So much must be left that no loader which drops its tail starts the next epoch instead.
+        if not starts_next_epoch(examination, count(whole.ids[cut:]), world_size, batch):
+            answers.append(_answer(examination, whole, cut, [each[number] for each in resumed], 0, bool(options)))
     return {question: _worst(answers)}
 
 
@@ -131,50 +124,42 @@ def _state(examination: Examination, question: str, head: Recording, places: Seq
 
 
 def _answer(
-    examination: Examination,
-    whole: Pass,
-    cut: int,
-    resumed: Sequence[Recording],
-    number: int,
-    elastic: bool = False,
+    examination: Examination, whole: Pass, cut: int, resumed: Sequence[Recording], number: int, elastic: bool = False
 ) -> Answer:
     """What became of an epoch, of which ``cut`` batches were given, and the rest by pass ``number`` of each resume."""
     for recording in resumed:
-        if recording.failure is not None:
-            if "midepoch.errors.StateError" in recording.failure.kinds:
-                return Answer("refused", "other")
-            return Answer(f"fails: {str(recording.failure).partition(' ')[0]}", "bad")
+        if (failure := recording.failure) is not None:
+            refused = "midepoch.errors.StateError" in failure.kinds
+            return Answer("refused", "other") if refused else Answer(f"fails: {str(failure).partition(' ')[0]}", "bad")
     parts = [recording.passes[number] for recording in resumed]
+    unchanged = len(parts) == 1 and not elastic
     if len(parts) == 1 and parts[0].digests == whole.digests[cut:]:
-        return EXACT
+        return _EXACT
     if examination.naming is not None and examination.naming.blind:
-        if len(parts) == 1 and not elastic:
-            return Answer("other batches", "bad")
-        return Answer("not known: nothing names the samples", "other")
+        untold = Answer("not known: nothing names the samples", "other")
+        return Answer("other batches", "bad") if unchanged else untold
     order = count(whole.ids)
     got = count(whole.ids[:cut]) + count(ids for part in parts for ids in part.ids)
     lost, twice = (order - got).total(), (got - order).total()
     settings, world_size = examination.settings, len(parts)
-    # Which samples an uninterrupted run leaves out depends on the batch size: they are neither lost nor surplus.
-    padding = world_size - 1 if settings.tail == "pad" else 0
-    dropped = world_size - 1 if settings.tail == "drop" else 0
+    padding, dropped = (world_size - 1 if settings.tail == rule else 0 for rule in ("pad", "drop"))
     if settings.drop_last:
+        # Which samples an uninterrupted run leaves out depends on the batch size: they are neither lost nor surplus.
         twice = (Counter({name: number for name, number in got.items() if name in order}) - order).total()
         dropped = world_size * max(len(ids) for part in (whole, *parts) for ids in part.ids) - 1
     if lost > dropped or twice > padding:
         # Samples that are named by their content have another name where they draw other random numbers.
         strangers = sum(number for name, number in got.items() if name not in order)
-        if strangers:
-            again = f", {twice - strangers} twice" if twice > strangers else ""
-            return Answer(f"{lost} of {order.total()} samples not the same{again}", "bad")
-        return Answer(f"{lost} of {order.total()} samples lost, {twice} twice", "bad")
+        told = f"{lost} of {order.total()} samples {'not the same' if strangers else 'lost'}"
+        again = f", {twice - strangers} twice" if twice > strangers or not strangers else ""
+        return Answer(f"{told}{again}", "bad")
     rest, given = ([sample for ids in each for sample in ids] for each in (whole.ids[cut:], parts[0].ids))
-    if len(parts) == 1 and not elastic and rest != given:
+    if unchanged and rest != given:
         return Answer("the same samples in another order", "bad")
     known = contents_of([whole])
     if any(not content <= known[name] for name, content in contents_of(parts).items() if name in known):
         return Answer("the same samples, with other content", "bad")
-    return EXACT
+    return _EXACT
 
 
 def _worst(answers: Sequence[Answer]) -> Answer:
@@ -182,9 +167,3 @@ def _worst(answers: Sequence[Answer]) -> Answer:
     middle = [*answers[len(answers) // 2 :], *answers]
     bad = (each for tone in ("bad", "other") for each in middle if each.tone == tone)
     return next(bad, answers[0] if answers else Answer("too little is left", "other"))
-
-
-def _is_enough(examination: Examination, whole: Pass, cut: int, world_size: int, batch: int = 0) -> bool:
-    """Whether so much is left that no loader which drops its tail starts the next epoch instead."""
-    batch = max([batch, *map(len, whole.ids)])
-    return not starts_next_epoch(examination, count(whole.ids[cut:]), world_size, batch)

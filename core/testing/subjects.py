@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -33,17 +34,11 @@ _WORLD = ("rank", "world_size")
 
 @dataclass(frozen=True)
 class Imported:
-    """The object ``name`` of a module that is executed anew at each call, as in a new process.
-
-    Args:
-        module: its name.
-        folder: where Python finds it first.
-        name: dotted, from the module on.
-    """
+    """The object ``name`` of a module that is executed anew at each call, as in a new process."""
 
     module: str
-    folder: str
-    name: str
+    folder: str  # where Python finds it first
+    name: str  # dotted, from the module on
 
     def __call__(self) -> Any:
         """The object, made anew."""
@@ -54,9 +49,7 @@ class Imported:
         found: Any = importlib.util.module_from_spec(specification)
         sys.modules[self.module] = found
         specification.loader.exec_module(found)
-        for part in self.name.split("."):
-            found = getattr(found, part)
-        return found
+        return operator.attrgetter(self.name)(found)
 
 
 class ByCount:
@@ -97,17 +90,13 @@ class ByCount:
 class Subject:
     """A function that builds one side of what a user gave.
 
-    Args:
-        origin: the user's function, or an `Imported`.
-        side: "given" as it is; "wrapped" by ``midepoch.wrap(..., seed=0)``; "bare", without midepoch.
-        derived: parameter -> default, for those that the user's function lacks.
-        samples: so many of a DataLoader's dataset, its first ones; 0 for all.
+    The side is "given" as it is, "wrapped" by ``midepoch.wrap(..., seed=0)``, or "bare", without midepoch.
     """
 
-    origin: Callable[..., Any]
+    origin: Callable[..., Any]  # the user's function, or an `Imported`
     side: Side = "given"
-    derived: tuple[tuple[str, int], ...] = ()
-    samples: int = 0
+    derived: tuple[tuple[str, int], ...] = ()  # parameter -> default, for those that the user's function lacks
+    samples: int = 0  # so many of a DataLoader's dataset, its first ones; 0 for all
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -184,29 +173,17 @@ def _has_state(made: Any) -> bool:
 
 @dataclass(frozen=True)
 class Nature:
-    """What a user's function builds.
+    """What a user's function builds."""
 
-    Attributes:
-        kind: the name of its class, and what of it is examined if not all is.
-        side: the one to examine: "given" if it has a state.
-        other: the one to compare it with; None for none.
-        refusal: why midepoch does not wrap it; then only the bare side can be examined.
-        derived: as of `Subject`, for both sides; none have been tried.
-        drop_last: whether its DataLoader leaves out an incomplete last batch.
-        tail: how midepoch shares its last samples; None if it does not.
-        works_on_batches: ``then=`` may mix samples, so that on another split no part of a batch names them.
-        samples: as of `Subject`.
-    """
-
-    kind: str
-    side: Side
-    other: Side | None
-    refusal: str = ""
-    derived: tuple[tuple[str, int], ...] = ()
-    drop_last: bool = False
-    tail: Tail | None = None
-    works_on_batches: bool = False
-    samples: int = 0
+    kind: str  # the name of its class, and what of it is examined if not all is
+    side: Side  # the one to examine: "given" if it has a state
+    other: Side | None  # the one to compare it with
+    refusal: str = ""  # why midepoch does not wrap it; then only the bare side can be examined
+    derived: tuple[tuple[str, int], ...] = ()  # as of `Subject`, for both sides; none have been tried
+    drop_last: bool = False  # its DataLoader leaves out an incomplete last batch
+    tail: Tail | None = None  # how midepoch shares its last samples; None if it does not
+    works_on_batches: bool = False  # ``then=`` may mix samples: on another split no part of a batch names them
+    samples: int = 0  # as of `Subject`
 
 
 def recognise(settings: Settings, options: Mapping[str, Any]) -> Nature:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .examine import Examination
 from .law import Law
-from .laws import LAWS, examine_law
+from .laws import LAWS, judge
 from .record import Settings
 
 __all__ = ["ResumableTests"]
@@ -34,14 +34,15 @@ class ResumableTests:
         def __getattr__(self, name: str) -> Any: ...  # the settings and the tests, which are set below
 
     def _examine(self, law: str) -> None:
-        outcome = examine_law(self._examination(), law)
-        expected = law in self.not_applicable
-        if outcome.status == "not applicable":
+        verdict = next(judge(self._examination(), [law]))
+        if verdict.error is not None:
+            raise verdict.error
+        if verdict.status == "not applicable":
             import pytest
 
-            pytest.skip(f"{law}: {outcome.reason}")
-        if expected:
-            raise AssertionError(f"the law '{law}' is applicable and {outcome.status}; remove it from not_applicable")
+            pytest.skip(f"{law}: {verdict.reason}")
+        if law in self.not_applicable:
+            raise AssertionError(f"the law '{law}' is applicable and {verdict.status}; remove it from not_applicable")
 
     def _examination(self) -> Examination:
         """The only examination of this class, so that its laws share their runs."""

@@ -25,10 +25,9 @@ from ..randomness.streams import without_keys
 from ..reading.exposed import exposed_samplers
 from ..reading.private import shut_down
 from ..wrapping import wrap
-from . import record
 from .examine import Examination
 from .law import law
-from .record import Failure, Pass, Recording, Seen, Settings, capture_failure, open_loader, see
+from .record import MOST_BATCHES, Failure, Pass, Recording, Seen, Settings, capture_failure, open_loader, see
 from .report import HOLDS, InapplicableError, LawError, Outcome, combined
 from .subjects import rebuilt
 from .together import GlobalBatches
@@ -87,32 +86,22 @@ class _Way:
 class _Reading:
     """What one side did.
 
-    Attributes:
-        length: of a fresh loader, or the `Failure` that `len` raised.
-        passes: the batches of each pass.
-        raised: what ended the last pass, if it did not end by itself.
-        endless: the last pass was longer than it should be, and was left.
-        views: what the program can see of its sampler and dataset, before the first pass and after each.
-        epochs: the names of what `set_epoch` changes in them.
-        departs: as of `Adapter`; None if the loader does not say.
-        unsure: after the last pass, the loader says no length any more.
+    ``views`` are what the program can see of its sampler and dataset, before the first pass and after each.
     """
 
-    length: int | Failure = 0
+    length: int | Failure = 0  # of a fresh loader, or what `len` raised
     passes: list[Pass] = field(default_factory=list)
-    raised: Failure | None = None
-    endless: bool = False
+    raised: Failure | None = None  # what ended the last pass, if it did not end by itself
+    endless: bool = False  # the last pass was longer than it should be, and was left
     views: list[dict[str, Hashable]] = field(default_factory=list)
-    epochs: set[str] = field(default_factory=set)
-    departs: frozenset[str] | None = None
-    unsure: bool = False
+    epochs: set[str] = field(default_factory=set)  # the names in views of what `set_epoch` changes
+    departs: frozenset[str] | None = None  # as of `Adapter`; None if the loader does not say
+    unsure: bool = False  # after the last pass, the loader says no length any more
 
     def end(self, epoch: int) -> tuple[str, str]:
         """How a pass ended: "ended" by itself, "endless", or by the exception of this class, with its words."""
-        if epoch < len(self.passes) - 1 or not (self.endless or self.raised):
-            return "ended", ""
-        if self.raised is None:
-            return "endless", ""
+        if epoch < len(self.passes) - 1 or self.raised is None:
+            return "endless" if self.endless and epoch == len(self.passes) - 1 else "ended", ""
         # A DataLoader's worker sends a traceback, whose last line has the class before the words.
         kind, words = self.raised.kinds[0], self.raised.message.rstrip().rpartition("\n")[2]
         return kind, words.rpartition(f"{kind.rpartition('.')[2]}: ")[2]
@@ -152,15 +141,13 @@ def _read_side(
     settings: Settings, options: Mapping[str, Any], way: _Way, side: Side, later: bool
 ) -> _Reading | Failure | str:
     """What one side does. A text says why there is nothing to compare with, a `Failure` that none could be made."""
-    reading = _Reading()
     try:
         with _opened(settings, options, way, side, later) as opened:
-            _read(settings, opened, side, reading)
+            return _read(settings, opened, side)
     except InapplicableError as reason:
         return str(reason)
     except Exception as error:  # noqa: BLE001 - the law judges it
         return capture_failure(error, "making the loader")
-    return reading
 
 
 @contextlib.contextmanager
@@ -219,11 +206,10 @@ def _length_of(loader: Any) -> int | Failure:
         return capture_failure(error, "len()")
 
 
-def _read(settings: Settings, opened: _Opened, side: Side, reading: _Reading) -> None:
-    reading.departs, reading.length = opened.departs, _length_of(opened.loader)
+def _read(settings: Settings, opened: _Opened, side: Side) -> _Reading:
+    reading = _Reading(_length_of(opened.loader), views=[_visible(opened.source)], departs=opened.departs)
     known = reading.length if isinstance(reading.length, int) else None
-    bound = min(record.MOST_BATCHES, _MOST_UNKNOWN if known is None else 4 * known + 100)
-    reading.views.append(_visible(opened.source))
+    bound = min(MOST_BATCHES, _MOST_UNKNOWN if known is None else 4 * known + 100)
     for epoch in range(_PASSES):
         if side == "plain":
             reading.epochs |= _set_epoch(opened.source, epoch)
@@ -241,10 +227,11 @@ def _read(settings: Settings, opened: _Opened, side: Side, reading: _Reading) ->
         is_iterator = hasattr(type(opened.loader), "__next__")
         if side == "plain" and epoch and not batches and reading.raised is None and is_iterator:
             reading.passes.pop()  # it can be read once, and only midepoch begins it again
-            return
+            break
         if reading.endless or reading.raised is not None:
-            return
+            break
         reading.views.append(_visible(opened.source))
+    return reading
 
 
 def _begun(loader: Any) -> Iterator[Any]:
@@ -333,7 +320,7 @@ def _judge(examination: Examination, way: _Way, plain: Any, again: Any, wrapped:
         return Outcome("refused clearly", wrapped.message)
     for side, what in ((wrapped, "a loader"), (plain, "a plain loader"), (again, "a plain loader")):
         if isinstance(side, Failure):
-            raise examination.error(f"{what}, {way}", f"{side}\n{side.trace}")
+            raise examination.error(f"{what}, {way}", side.whole)
     if plain.raised is not None and way.num_workers and not any(part.batches for part in plain.passes):
         return Outcome("not applicable", f"the plain loader raises {plain.raised}")
     return _Comparison(examination, way, plain, again, wrapped).judge()
@@ -377,7 +364,7 @@ class _Comparison:
     def error(self, expected: str, got: str, epoch: int | None = None, batch: int | None = None) -> LawError:
         """The law's, in words of both sides."""
         where = "" if self.way == _Way() else f", {self.way}"
-        return self.examination.error(f"as the plain loader{where}: {expected}", got, epoch=epoch, batch=batch)
+        return self.examination.error(f"as the plain loader{where}: {expected}", got, epoch, batch)
 
     def lengths(self) -> None:
         """`len`, of fresh loaders. One that the plain loader does not know is the number of batches, or taken back."""
@@ -386,15 +373,11 @@ class _Comparison:
             return
         if isinstance(plain, Failure):
             unknown = plain.kinds[0] in ("builtins.TypeError", "builtins.NotImplementedError")
-            if isinstance(mine, Failure):
-                same = plain.kinds[0] == mine.kinds[0]
-            else:
-                counted = mine == len(wrapped.passes[0].batches) and not wrapped.endless
-                same = unknown and (wrapped.unsure or counted)
-            if same:
+            known = wrapped.unsure or (mine == len(wrapped.passes[0].batches) and not wrapped.endless)
+            if plain.kinds[0] == mine.kinds[0] if isinstance(mine, Failure) else unknown and known:
                 return
-        texts = (f"raises {each}" if isinstance(each, Failure) else str(each) for each in (plain, mine))
-        raise self.error(f"len() {next(texts)}", next(texts), epoch=0)
+        texts = [f"raises {each}" if isinstance(each, Failure) else str(each) for each in (plain, mine)]
+        raise self.error(f"len() {texts[0]}", texts[1], 0)
 
     def unusual_end(self, epoch: int, first: Pass, second: Pass, mine: Pass) -> None:
         """A pass that has raised, or has not ended, on one side or on both."""
@@ -525,11 +508,10 @@ def _compare_ranks(examination: Examination, departs: frozenset[str] | None) -> 
     The latter only of a loader that says what it does in another way than the source, and does not name its ranks.
     """
     for world_size in examination.worlds[1:]:
-        places = [(0, 1), *((rank, world_size) for rank in range(world_size))]
-        calls = [
-            (rank, _read_side, (examination.named, examination.options(rank, size), _Way(), "plain", False))
-            for rank, size in places
-        ]
+        calls = []
+        for rank, size in [(0, 1), *((rank, world_size) for rank in range(world_size))]:
+            options = examination.options(rank, size)
+            calls.append((rank, _read_side, (examination.named, options, _Way(), "plain", False)))
         alone, *plain = examination.run(calls)
         try:
             wrapped = examination.heads(world_size)
@@ -552,12 +534,10 @@ def _same_share(examination: Examination, where: str, alone: _Reading, plain: _R
         whole, expected, got = (sum(map(len, part.ids)) for part in parts)
         if expected < whole and expected != got:
             raise examination.error(
-                f"{where}, as the plain loader: {expected} samples",
-                f"{got} samples",
-                epoch=epoch,
+                f"{where}, as the plain loader: {expected} samples", f"{got} samples", epoch,
                 cause="the source divides its samples over the ranks itself, and they are divided otherwise here",
                 cure="state shard=, or the tail rule (tail=) that the source has",
-            )
+            )  # fmt: skip
 
 
 def _same_global_batches(examination: Examination, wrapped: Sequence[Recording]) -> None:
@@ -569,8 +549,7 @@ def _same_global_batches(examination: Examination, wrapped: Sequence[Recording])
         if at is not None:
             raise examination.error(
                 f"the batches of {len(wrapped)} ranks, joined in rank order, are those of one rank",
-                f"place {at} is sample {joined[at]}",
-                epoch=epoch,
+                f"place {at} is sample {joined[at]}", epoch,
                 cause="ranks do not take contiguous blocks of each global batch",
                 cure="let rank r of n take the r-th block of each global batch",
-            )
+            )  # fmt: skip

@@ -15,7 +15,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,10 +28,11 @@ from ..loader.part import Part
 from ..reading.replay import ReplayReader
 from ..state.witness import SampleSummary
 from .examine import Examination
+from .law import Law, law
 from .record import Seen, Settings, open_loader, see, violation
 from .report import InapplicableError, Outcome, Verdict, reach
 
-__all__ = ["TRIALS", "TriedPromise", "try_promises"]
+__all__ = ["TRIALS", "try_promises"]
 
 _MOST_SAMPLES = 4096
 _MOST_STATES = 512
@@ -39,26 +40,6 @@ _MOST_BATCHES = 10_000
 _CHUNK = 16  # states that are tried between two looks at the clock
 _FIRST_EPOCHS = 8  # whose first samples are looked at
 _LISTED_EPOCHS = 5
-_BETWEEN = ", between processes"
-
-
-@dataclass(frozen=True)
-class TriedPromise:
-    """A trial of what a loader promises.
-
-    Attributes:
-        name: in reports.
-        of: the capabilities that rest on it.
-        examine: takes an `Examination` and seconds; returns an `Outcome` whose reason says how much was tried, or
-            raises a `LawError`.
-        cause, cure: as those of a law.
-    """
-
-    name: str
-    of: tuple[str, ...]
-    examine: Callable[[Examination, float], Outcome]
-    cause: str
-    cure: str
 
 
 def try_promises(examination: Examination, seconds: float) -> Iterator[Verdict]:
@@ -78,18 +59,7 @@ def try_promises(examination: Examination, seconds: float) -> Iterator[Verdict]:
         yield verdict
 
 
-TRIALS: list[TriedPromise] = []
-"""All trials, in the order in which they are made: the most telling first."""
-
-
-def _trial(name: str, *of: str, cause: str, cure: str) -> Callable[[Callable[[Examination, float], Outcome]], None]:
-    def define(function: Callable[[Examination, float], Outcome]) -> None:
-        TRIALS.append(TriedPromise(name, of, function, cause, cure))
-
-    return define
-
-
-def _try(trial: TriedPromise, examination: Examination, seconds: float) -> Outcome:
+def _try(trial: Law, examination: Examination, seconds: float) -> Outcome:
     """Try it if one of its capabilities is promised, or none declared. Otherwise there is nothing to disprove."""
     declared = [(name, *examination.capability(name)) for name in trial.of]
     if all(holds is False for _, holds, _ in declared):
@@ -100,30 +70,30 @@ def _try(trial: TriedPromise, examination: Examination, seconds: float) -> Outco
 # --- lists ------------------------------------------------------------------------------------------------------------
 
 
-@_trial(
+@law(
     "lists", "exact_order",
     cause="the sampler's order depends on the process, on earlier passes, or on a generator that midepoch cannot seed",
     cure="derive it from the epoch (set_epoch) or from torch's, numpy's or python's generators, and sort what comes "
     "from sets",
 )  # fmt: skip
-def _lists(examination: Examination, seconds: float) -> Outcome:
+def lists(examination: Examination, seconds: float) -> Outcome:
     """A sampler's lists of several epochs, from five samplers made anew in two processes, in other orders of epochs."""
-    lists: list[dict[int, tuple[str, str]]] = []
+    listed: list[dict[int, tuple[str, str]]] = []
     deadline = time.monotonic() + seconds
-    for process, epochs in ((0, 1), (1, -1), (0, -1), (1, 1), (0, 1)):
-        asked = list(range(_LISTED_EPOCHS))[::epochs]
-        lists.append(examination.investigate(_list, examination.options(), asked, process > 0, process=process))
-        if not lists[0]:
+    for process, step in ((0, 1), (1, -1), (0, -1), (1, 1), (0, 1)):
+        epochs = list(range(_LISTED_EPOCHS))[::step]
+        listed.append(examination.investigate(_list, epochs, process > 0, process=process))
+        if not listed[0]:
             return Outcome("not applicable", "no sampler lists its order")
         if time.monotonic() > deadline:
             break
-    for other in lists[1:]:
-        for epoch, (crc, first) in lists[0].items():
+    for other in listed[1:]:
+        for epoch, (crc, first) in listed[0].items():
             if other[epoch][0] != crc:
-                raise examination.error(
-                    f"the same list of epoch {epoch} from each sampler: {first}", other[epoch][1], epoch=epoch
-                )
-    return Outcome("holds", f"{len(lists[0])} epochs, each listed {len(lists)} times in {min(len(lists), 2)} processes")
+                wanted = f"the same list of epoch {epoch} from each sampler: {first}"
+                raise examination.error(wanted, other[epoch][1], epoch)
+    processes = min(len(listed), 2)
+    return Outcome("holds", f"{len(listed[0])} epochs, each listed {len(listed)} times in {processes} processes")
 
 
 def _list(settings: Settings, options: Mapping[str, Any], epochs: list[int], later: bool) -> dict[int, tuple[str, str]]:
@@ -151,75 +121,64 @@ class _Where(NamedTuple):
 
 
 class _Looked(NamedTuple):
-    """What was seen of samples in one process.
-
-    Attributes:
-        looks: by place.
-        indices: of these samples, as text.
-        reads: how often samples were read.
-        finding: a place, and what differed between two reads.
-    """
+    """What was seen of samples in one process."""
 
     looks: dict[_Where, SampleSummary]
-    indices: dict[_Where, str]
+    indices: dict[_Where, str]  # of these samples, as text
     reads: int
-    finding: tuple[_Where, str] | None
+    finding: tuple[_Where, str] | None  # a place, and what differed between two reads
 
 
-@_trial(
+@law(
     "samples", "exact_order", "exact_augmentations",
     cause="the item depends on more than its index: on what was read before it, on the process, or on random numbers "
     "that midepoch cannot seed",
     cure="make each sample a function of its index and of python's, numpy's or torch's generators, or of "
     "midepoch.sample_generator()",
 )  # fmt: skip
-def _samples(examination: Examination, seconds: float) -> Outcome:
+def samples(examination: Examination, seconds: float) -> Outcome:
     """Every sample is read alone, several times: in order, in reverse, shuffled among two epochs, in two processes."""
     only_most = examination.capability("exact_augmentations")[0] is False
-    here: _Looked | None = examination.investigate(_look, examination.options(), 0.6 * seconds, only_most, None)
+    here: _Looked | None = examination.investigate(_look, 0.6 * seconds, only_most, {})
     if here is None:
         return Outcome("not applicable", "its samples cannot be read one by one")
+    last: _Looked = here
     if here.finding is None:
-        arguments = (examination.options(), 0.4 * seconds, only_most, list(here.looks))
-        here = _merged(here, examination.investigate(_look, *arguments, process=1), only_most)
-    if here.finding is not None:
-        where, differs = here.finding
-        between = differs.endswith(_BETWEEN)
+        last = examination.investigate(_look, 0.4 * seconds, only_most, here.looks, process=1)
+    if last.finding is not None:
+        where, differs = last.finding
+        between, index = last is not here, here.indices.get(where, "?")
         raise examination.error(
-            f"the sample at position {where.unit} (index {here.indices.get(where, '?')}), the same at each read under "
-            "its stream",
-            f"two reads of sample {here.indices.get(where, '?')} differ in {differs}",
-            epoch=where.epoch,
+            f"the sample at position {where.unit} (index {index}), the same at each read under its stream",
+            f"two reads of sample {index} differ in {differs}{', between processes' * between}", where.epoch,
             cause="what depends on the process: the order of a set, hash() of a text, the host" if between else None,
             cure="sort what comes from sets and folders, and derive nothing from the process" if between else None,
-        )
-    epochs = len({where.epoch for where in here.looks})
-    return Outcome("holds", f"{len(here.looks)} samples of {epochs} epochs, {here.reads} reads in 2 processes")
+        )  # fmt: skip
+    epochs, reads = len({where.epoch for where in here.looks}), here.reads + last.reads
+    return Outcome("holds", f"{len(here.looks)} samples of {epochs} epochs, {reads} reads in 2 processes")
 
 
 def _look(
-    settings: Settings, options: Mapping[str, Any], seconds: float, only_most: bool, wanted: list[_Where] | None
+    settings: Settings, options: Mapping[str, Any], seconds: float, only_most: bool, known: dict[_Where, SampleSummary]
 ) -> _Looked | None:
-    """Look at samples: at those `wanted`, as a process that resumes; or choose them, and read them in three orders."""
+    """Look at samples: at those `known`, as a process that resumes; or choose them, and read them in three orders."""
     deadline = time.monotonic() + seconds
-    looks: dict[_Where, SampleSummary] = {}
-    indices: dict[_Where, str] = {}
-    reads = 0
-    with open_loader(settings, options, later=wanted is not None) as loader:
+    looks, indices, reads = dict(known), dict[_Where, str](), 0
+    with open_loader(settings, options, later=bool(known)) as loader:
         if (wrapped := loader_of(loader)) is None:
             return None
         found = ((epoch, Part("", wrapped).samples(epoch)) for epoch in range(_FIRST_EPOCHS))
         epochs = {epoch: samples for epoch, samples in found if samples is not None}
         if 0 not in epochs:
             return None
-        chosen = wanted or [
+        chosen = list(known) or [
             _Where(epoch, unit, place)
             for epoch, samples in epochs.items() if samples.units
             for unit in (_spread(samples.units, _MOST_SAMPLES // 2) if epoch < 2 else [0])
             for place in range(len(samples.indices(unit)))
         ][: 2 * _MOST_SAMPLES]  # fmt: skip
         shuffled = random.Random(0).sample(chosen, len(chosen))
-        orders = [shuffled] if wanted else [chosen, chosen[::-1], shuffled]
+        orders = [shuffled] if known else [chosen, chosen[::-1], shuffled]
         for where in itertools.chain(*orders):
             samples = epochs[where.epoch]
             look = samples.look(where.unit, where.place)
@@ -233,13 +192,6 @@ def _look(
             if time.monotonic() > deadline:
                 break
     return _Looked(looks, indices, reads, None)
-
-
-def _merged(here: _Looked, there: _Looked, only_most: bool) -> _Looked:
-    both = here.looks.keys() & there.looks.keys()
-    found = ((where, _differs(here.looks[where], there.looks[where], only_most)) for where in sorted(both))
-    between = next(((where, f"{differs}{_BETWEEN}") for where, differs in found if differs), None)
-    return _Looked(here.looks, here.indices, here.reads + there.reads, there.finding or between)
 
 
 def _differs(one: SampleSummary, other: SampleSummary, only_most: bool) -> str:
@@ -256,19 +208,19 @@ def _spread(count: int, most: int) -> range:
 # --- passes -----------------------------------------------------------------------------------------------------------
 
 
-@_trial(
+@law(
     "passes", "exact_order", "exact_augmentations",
     cause="the source keeps something from one pass to the next: a counter, a generator, a cache, an order",
     cure="let order and content follow from the epoch or the random generators alone, and begin each pass anew",
 )  # fmt: skip
-def _passes(examination: Examination, seconds: float) -> Outcome:
+def passes(examination: Examination, seconds: float) -> Outcome:
     """The second and third pass over one object, under the same streams, are the first one, over their whole length."""
     epochs = min(examination.settings.epochs, 2)
-    first, later, refused = examination.investigate(_repeat, examination.options(), epochs, seconds)
+    first, later, refused = examination.investigate(_repeat, epochs, seconds)
     for again in later:
         expected = first[again.epoch] if again.whole else first[again.epoch][: len(again.batches)]
         what = f"in pass {again.number} over epoch {again.epoch}, the batch of the first pass"
-        examination.same(expected, again.batches, what, epoch=again.epoch)
+        examination.same(expected, again.batches, what, again.epoch)
     if refused:
         return Outcome("refused clearly", refused)
     return Outcome("holds", f"{len(later)} later passes, {sum(len(again.batches) for again in later)} batches")
@@ -311,14 +263,14 @@ def _repeat(
 # --- states -----------------------------------------------------------------------------------------------------------
 
 
-@_trial(
+@law(
     "states", "exact_order", "exact_augmentations",
     cause="the state does not cover all that the source needs to go on: what a buffer holds, what was read ahead, a "
     "generator, a counter",
     cure="let the state cover it; or wrap a function that makes the source, as in midepoch.wrap(lambda: make()), to "
     "have it read again from its start",
 )  # fmt: skip
-def _states(examination: Examination, seconds: float) -> Outcome:
+def states(examination: Examination, seconds: float) -> Outcome:
     """Each state of two epochs, loaded by a new loader in another process, gives the batch that comes next."""
     examination.need_promise()
     deadline = time.monotonic() + seconds
@@ -331,12 +283,12 @@ def _states(examination: Examination, seconds: float) -> Outcome:
     for start in range(0, len(places), _CHUNK):
         chunk = places[start : start + _CHUNK]
         states = [head.passes[epoch].states[cut] for epoch, cut in chunk]
-        resumed = examination.resume([examination.trial(examination.options(), state=each, limit=1) for each in states])
+        resumed = examination.resume([examination.trial(state=each, limit=1) for each in states])
         for (epoch, cut), recording in zip(chunk, resumed, strict=True):
-            examination.sound(recording, f"the batch after the state of batch {cut}", epoch=epoch, batch=cut)
+            examination.sound(recording, f"the batch after the state of batch {cut}", epoch, cut)
             batches = head.passes[epoch].batches[cut : cut + 1] or head.passes[epoch + 1].batches[:1]
             what = f"the state after {cut} batches of epoch {epoch} leads a loader made anew to the batch that follows"
-            examination.same(batches, recording.passes[0].batches, what, epoch=epoch, first=cut)
+            examination.same(batches, recording.passes[0].batches, what, epoch, cut)
         tried += len(chunk)
         if time.monotonic() > deadline:
             break
@@ -346,15 +298,15 @@ def _states(examination: Examination, seconds: float) -> Outcome:
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
-@_trial(
+@law(
     "threads", "exact_augmentations",
     cause="a thread of the source's own draws from the generators of whatever sample is being read",
     cure="read ahead in worker processes (num_workers), or draw from midepoch.sample_generator() in the thread that "
     "iterates",
 )  # fmt: skip
-def _threads(examination: Examination, seconds: float) -> Outcome:
+def threads(examination: Examination, seconds: float) -> Outcome:
     """After each batch of two epochs, no thread of the source's goes on reading, if any random numbers are drawn."""
-    batches = examination.investigate(_watch, examination.options(), seconds)
+    batches = examination.investigate(_watch, seconds)
     if not batches:
         return Outcome("not applicable", "it is not read as a stream in this process")
     return Outcome("holds", f"looked for after each of {batches} batches")
@@ -391,3 +343,7 @@ def _reads(thread: threading.Thread) -> bool:
 def _replays() -> list[ReplayReader]:
     """The readers of streams in this process. The adapters hold them, each in its own way."""
     return [each for each in gc.get_objects() if type(each) is ReplayReader]  # no `isinstance`, which asks proxies
+
+
+TRIALS = (lists, samples, passes, states, threads)
+"""All trials, in the order in which they are made: the most telling first."""

@@ -38,10 +38,9 @@ def partition(examination: Examination) -> Outcome:
         return Outcome("not applicable", no_world(examination))
     alone = examination.heads()
     for world_size in examination.worlds[1:]:
-        ranks = examination.heads(world_size)
         for epoch in range(examination.settings.epochs + 1):
-            parts = [recording.passes[epoch] for recording in ranks]
-            _check_counts(examination, parts, epoch, _unit(examination))
+            parts = [recording.passes[epoch] for recording in examination.heads(world_size)]
+            _check_counts(examination, parts, epoch)
             expected = count(alone[0].passes[epoch].ids)
             got = count(ids for part in parts for ids in part.ids)
             who = f"{world_size} ranks together"
@@ -70,18 +69,16 @@ def largest_batch(heads: Iterable[Recording]) -> int:
 def _unit(examination: Examination) -> int:
     """The largest number of samples in the smallest thing that a rank can be given: 1, or those of a whole batch."""
     part = examination.observed().passes[0]
-    size = part.states[0].get("size")
-    samples = sum(map(len, part.ids))
-    return max(map(len, part.ids)) if size == len(part.ids) != samples else 1
+    whole_batches = part.states[0].get("size") == len(part.ids) != sum(map(len, part.ids))
+    return max(map(len, part.ids)) if whole_batches else 1
 
 
-def _check_counts(examination: Examination, parts: Sequence[Pass], epoch: int, unit: int) -> None:
+def _check_counts(examination: Examination, parts: Sequence[Pass], epoch: int) -> None:
     allowed = 1 if examination.settings.tail == "uneven" else 0
-    batches = [len(part.batches) for part in parts]
-    samples = [sum(map(len, part.ids)) for part in parts]
-    for name, counts in (("batches", batches), ("samples", samples)):
-        if name == "samples" and unit > 1:
-            continue  # whole batches are shared, whatever their size
+    found = {"batches": [len(part.batches) for part in parts]}
+    if _unit(examination) == 1:  # else whole batches are shared, whatever their size
+        found["samples"] = [sum(map(len, part.ids)) for part in parts]
+    for name, counts in found.items():
         if max(counts) - min(counts) > allowed:
             raise examination.error(
                 f"as many {name} on each rank" + (" (one more or less)" if allowed else ""),
@@ -124,9 +121,9 @@ def some(names: Iterable[Any]) -> str:
 
 
 def _check_lengths(examination: Examination, world_size: int) -> None:
-    heads = examination.heads(world_size)
-    for rank, recording in enumerate(heads):
-        length = examination.investigate(_measured, examination.options(rank, world_size), process=rank)
+    for rank, recording in enumerate(examination.heads(world_size)):
+        options = examination.options(rank, world_size)
+        length = examination.investigate(_measured, options=options, process=rank)
         if length is None:
             return
         for epoch, part in enumerate(recording.passes):
@@ -144,7 +141,7 @@ def _measured(settings: Settings, options: Mapping[str, Any]) -> int | None:
 
 
 @law(
-    "topology",
+    "topology", "elastic_world", "elastic_workers", "rank_independent",
     cause="the position counts one rank's or one worker's share, so it means something else in another world",
     cure="count the samples of all ranks together, or refuse with an error that names the saved and current values",
 )
@@ -175,23 +172,35 @@ def _other_world(examination: Examination) -> Outcome:
             _check_equal_states(examination, world_size)
     if examination.gathers():
         _check_single(examination, worlds[-1])
-    outcomes = []
-    for old in worlds:
-        heads = examination.heads(old)
-        for new in worlds:
-            places = examination.places(heads[0])
-            if new == old or not places:
-                continue
-            resumed = examination.resume_world(heads, places, new, examination.followed(places))
-            outcomes.append(_judge_change(examination, heads, places, resumed, "world_size", (old, new)))
-    if Outcome("holds") in outcomes:
+    outcomes = _each_change(examination, "world_size", worlds)
+    if HOLDS in outcomes:
         for world_size in worlds[1:]:
             parts = [head.passes[0] for head in examination.heads(world_size)]
             check_content(examination, parts, 0, f"on {world_size} ranks")
-    return _agreement(examination, outcomes)
+    return _agreement(outcomes)
 
 
-def _agreement(examination: Examination, outcomes: Sequence[Outcome]) -> Outcome:
+def _each_change(examination: Examination, option: str, values: Sequence[int]) -> list[Outcome]:
+    """The outcomes of every change from one value to another; num_workers and batch_size in a world of one."""
+    of_ranks, outcomes = option == "world_size", []
+    for old in values:
+        heads = examination.heads(old) if of_ranks else [examination.head_with(option, old)]
+        if option == "num_workers":
+            check_content(examination, [heads[0].passes[0]], 0, f"with num_workers={old}")
+        places = examination.places(heads[0])
+        followed = examination.followed(places)
+        for new in values if places else ():
+            if new == old:
+                continue
+            if of_ranks:
+                resumed = examination.resume_world(heads, places, new, followed)
+            else:
+                resumed = [examination.resume_from(heads[0], places, followed, **{option: new})]
+            outcomes.append(_judge_change(examination, heads, places, resumed, option, (old, new)))
+    return outcomes
+
+
+def _agreement(outcomes: Sequence[Outcome]) -> Outcome:
     if not outcomes:
         return Outcome("not applicable", "an epoch has no more than one batch, so nothing can be cut; make it longer")
     by_status = {outcome.status: outcome for outcome in reversed(outcomes)}
@@ -249,7 +258,7 @@ def _judge_change(
         check_content(examination, [part[0] for part in parts], epoch, f"in {who}")
         if following := [part[1] for part in parts if len(part) > 1]:
             who = f"the epoch after a resume with {change}"
-            _check_counts(examination, following, epoch + 1, _unit(examination))
+            _check_counts(examination, following, epoch + 1)
             got = count(ids for part in following for ids in part.ids)
             check_cover(examination, count(whole[epoch + 1].ids), got, world_size, batch, epoch + 1, None, who)
             check_content(examination, following, epoch + 1, f"in {who}")
@@ -281,31 +290,15 @@ def _check_refused(
 
 
 def _other_option(examination: Examination, option: str) -> Outcome:
-    """The changes of num_workers or batch_size, in a world of one."""
     if not examination.takes(option):
         return Outcome("not applicable", f"the factory takes no {option}")
-    values = _option_values(examination, option)
+    default = examination.default(option) or 0
+    values = [default, default + 1, 2 * default + 1] if default > 0 else []
+    if option == "num_workers":
+        values = sorted(set(examination.settings.num_workers))
     if len(values) < 2:
         return Outcome("not applicable", f"only one {option} is known: {values}; give another or a default")
-    outcomes = []
-    for old in values:
-        head = examination.head_with(option, old)
-        places = examination.places(head)
-        if option == "num_workers":
-            check_content(examination, [head.passes[0]], 0, f"with num_workers={old}")
-        for new in values:
-            if new == old or not places:
-                continue
-            resumed = [examination.resume_from(head, places, examination.followed(places), **{option: new})]
-            outcomes.append(_judge_change(examination, [head], places, resumed, option, (old, new)))
-    return _agreement(examination, outcomes)
-
-
-def _option_values(examination: Examination, option: str) -> list[int]:
-    if option == "num_workers":
-        return sorted(set(examination.settings.num_workers))
-    default = examination.default(option) or 0
-    return [default, default + 1, 2 * default + 1] if default > 0 else []
+    return _agreement(_each_change(examination, option, values))
 
 
 def check_content(examination: Examination, parts: Sequence[Pass], epoch: int, where: str) -> None:

@@ -49,13 +49,8 @@ def examine(
     Args:
         settings: of the examination.
         target: the loader's name.
-        laws: to be examined; None for all. Trials belong to the law 'honesty'.
-        page: where to write the page; None for none.
-        trials: seconds that trials may take; 0 for no trials.
-        seconds: after which no other trial or law is begun; 0 for no limit.
-        verbose: print each law's verdict and error too.
+        laws, page, trials, seconds, verbose, lenient: as of the command, which also says their units.
         tail_is_stated: the user says how ranks share the last samples, whatever the loader does.
-        lenient: it suffices that a loader which is not exact says so.
 
     Returns:
         Whether the loader passes.
@@ -69,9 +64,7 @@ def examine(
     tries = [each.name for each in TRIALS] if trials > 0 and "honesty" in names else []
     if laws is not None:
         judge(Examination(settings), laws)  # names an unknown law
-    with contextlib.ExitStack() as stack:
-        draft = stack.enter_context(_draft(page)) if page else None
-        begin = stack.enter_context(_progress(4 + len(tries) + len(names) + (page is not None)))
+    with _draft(page) as draft, _progress(4 + len(tries) + len(names) + (page is not None)) as begin:
         begin("what it is")
         nature = _recognise(settings, target)
         sides = _sides(_fitted(settings, nature, tail_is_stated), nature)
@@ -135,8 +128,11 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
-def _draft(page: Path) -> Iterator[Path]:
+def _draft(page: Path | None) -> Iterator[Path | None]:
     """A temporary file beside the page, which shows before the long examination that the page can be written."""
+    if page is None:
+        yield None
+        return
     if page.is_dir():
         raise TargetError(f"{page} is a folder: name a file for the page, such as {page / 'report.html'}")
     draft = page.with_name(f".{page.name}.draft")
@@ -149,7 +145,6 @@ def _draft(page: Path) -> Iterator[Path]:
 
 def _recognise(settings: Settings, target: str) -> Nature:
     examination = Examination(settings)
-    examination.begin("", "", "")
     try:
         nature: Nature = examination.run([(0, recognise, (settings, examination.options()))])[0]
     except LawError as error:
@@ -172,10 +167,8 @@ def _sides(settings: Settings, nature: Nature) -> dict[str, Examination]:
     sides = [side for side in (nature.side, nature.other) if side is not None]
     subjects = [Subject(settings.make_loader, side, nature.derived, nature.samples) for side in sides]
     calls = [(process, experiment, (possible_variations, (settings, each))) for process, each in enumerate(subjects)]
-    examination = Examination(settings)
-    examination.begin("", "", "")
     found: dict[str, Examination] = {}
-    for side, subject, possible in zip(sides, subjects, examination.run(calls), strict=True):
+    for side, subject, possible in zip(sides, subjects, Examination(settings).run(calls), strict=True):
         # What fails altogether is told by an uninterrupted run.
         subject = possible if isinstance(possible, Subject) else replace(subject, derived=())
         own = replace(settings, make_loader=subject)
@@ -241,7 +234,5 @@ def _run_through(examination: Examination, seconds: float) -> Verdict | None:
 
 
 def _refused(nature: Nature) -> Verdict:
-    error = LawError(
-        UNINTERRUPTED, None, None, "a source that can be wrapped", nature.refusal, "of what kind it is", "see above"
-    )
-    return Verdict(UNINTERRUPTED, "failed", nature.refusal, error, 0.0)
+    wanted = "a source that can be wrapped", nature.refusal, "of what kind it is", "see above"
+    return Verdict(UNINTERRUPTED, "failed", nature.refusal, LawError(UNINTERRUPTED, None, None, *wanted), 0.0)

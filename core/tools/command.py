@@ -39,16 +39,9 @@ def integers(text: str) -> tuple[int, ...]:
 
 def require(extra: str, *modules: str) -> None:
     """Exit unless these modules are installed. The message names the extra to install."""
-    missing = [name for name in modules if not _is_installed(name)]
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         fail(f"this command needs {', '.join(missing)}: pip install 'midepoch[{extra}]'")
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent package is missing
-        return False
 
 
 def fail(message: str, status: int = UNABLE) -> NoReturn:

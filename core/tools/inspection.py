@@ -37,19 +37,12 @@ Keys = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class FoundState:
-    """A loader's state in a checkpoint.
+    """A loader's state in a checkpoint."""
 
-    Attributes:
-        file: that contains it.
-        keys: that lead to it in the file.
-        state: as saved.
-        problem: why it cannot be loaded; empty if its checksum holds and every key is valid.
-    """
-
-    file: Path
-    keys: Keys
-    state: State
-    problem: str
+    file: Path  # that contains it
+    keys: Keys  # that lead to it in the file
+    state: State  # as saved
+    problem: str  # why it cannot be loaded; empty if its checksum holds and every key is valid
 
     @property
     def name(self) -> str:
@@ -59,23 +52,14 @@ class FoundState:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file or folder contains.
-
-    Attributes:
-        path: of the file or folder.
-        kind: what it is, as text.
-        saved: time in seconds since 1970, from the file's content, otherwise from the file system.
-        states: the states of loaders.
-        facts: what else it says about itself, such as steps.
-        problems: what is damaged, besides the states.
-    """
+    """What a file or folder contains."""
 
     path: Path
-    kind: str
-    saved: float
-    states: tuple[FoundState, ...]
-    facts: dict[str, Any] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
+    kind: str  # what it is, as text
+    saved: float  # time in seconds since 1970, from the file's content, otherwise from the file system
+    states: tuple[FoundState, ...]  # of loaders
+    facts: dict[str, Any] = field(default_factory=dict)  # what else it says about itself, such as steps
+    problems: tuple[str, ...] = ()  # what is damaged, besides the states
 
 
 def look(path: str | os.PathLike[str]) -> Contents:
@@ -145,7 +129,7 @@ def _check_records(path: Path) -> None:
                 if record.compress_type != zipfile.ZIP_STORED or (is_pickle and record.file_size > _LARGEST_PICKLE):
                     raise ValueError(f"not of torch.save: {name[:100]!r} is compressed or huge")
     except Exception as error:
-        raise DamagedError(f"{path} is damaged ({type(error).__name__}: {str(error)[:200]}): use another") from error
+        raise _damaged(path, error) from error
 
 
 def _loaded(path: Path) -> Any:
@@ -155,12 +139,12 @@ def _loaded(path: Path) -> Any:
         names = ""
         with contextlib.suppress(Exception):  # the first error is the reason
             names = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-        if names:
-            raise _NotUnpickledError(
-                f"{path} contains {names[:300]}, which midepoch does not unpickle: save the loaders' states in a file "
-                "of tensors and built-in types"
-            ) from error
-        raise DamagedError(f"{path} is damaged ({type(error).__name__}: {str(error)[:200]}): use another") from error
+        if not names:
+            raise _damaged(path, error) from error
+        raise _NotUnpickledError(
+            f"{path} contains {names[:300]}, which midepoch does not unpickle: save the loaders' states in a file "
+            "of tensors and built-in types"
+        ) from error
 
 
 class DamagedError(SnapshotError):
@@ -171,13 +155,17 @@ class _NotUnpickledError(SnapshotError):
     """An undamaged file with more than midepoch unpickles."""
 
 
+def _damaged(path: Path, error: Exception) -> DamagedError:
+    return DamagedError(f"{path} is damaged ({type(error).__name__}: {str(error)[:200]}): use another")
+
+
 def _damage(path: Path) -> tuple[str, ...]:
     """Find a record that was changed after it was written."""
     try:
         with zipfile.ZipFile(path) as archive:
             problem = damage_in(archive)
     except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
-        return (f"its records cannot be checked ({str(error)[:200]})",)
+        problem = f"its records cannot be checked ({str(error)[:200]})"
     return (problem,) if problem else ()
 
 
@@ -188,11 +176,6 @@ def _time_of(path: Path) -> float:
         return time.time()
 
 
-def _is_inside(file: Path) -> bool:
-    """Whether it is a regular file. Links are refused, because they may lead anywhere."""
-    return file.is_file() and not file.is_symlink()
-
-
 def _look_into_folder(path: Path) -> Contents:
     """Read checkpoints of trainers that write several files."""
     if (path / ".metadata").exists():
@@ -200,7 +183,8 @@ def _look_into_folder(path: Path) -> Contents:
             f"{path} is a folder of torch.distributed.checkpoint, whose index is a pickle: make one file of it with "
             f"`python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} FILE`, and name that"
         )
-    files = sorted(each for each in path.rglob("*") if each.suffix in _SUFFIXES and _is_inside(each))
+    found = (each for each in path.rglob("*") if each.suffix in _SUFFIXES)
+    files = sorted(each for each in found if each.is_file() and not each.is_symlink())  # a link may lead anywhere
     states: list[FoundState] = []
     problems: list[str] = []
     passed_over: list[SnapshotError] = []  # for example NumPy generators that a trainer pickled
@@ -235,7 +219,12 @@ def find_states(file: Path, content: Any) -> Iterator[FoundState]:
         if next(searched) > _MOST_CONTAINERS:
             raise SnapshotError(f"{file} has more containers in it than any checkpoint: use another")
         if isinstance(value, dict) and value.keys() >= {"adapter", "epoch", "position", "fingerprint", "checksum"}:
-            yield _checked(file, keys, value)
+            problem = ""
+            try:
+                check(value)
+            except StateError as error:
+                problem = str(error)
+            yield FoundState(file, keys, value, problem)
             return
         above.add(id(value))
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
@@ -244,12 +233,3 @@ def find_states(file: Path, content: Any) -> Iterator[FoundState]:
         above.discard(id(value))
 
     return search((), content)
-
-
-def _checked(file: Path, keys: Keys, state: State) -> FoundState:
-    problem = ""
-    try:
-        check(state)
-    except StateError as error:
-        problem = str(error)
-    return FoundState(file, keys, state, problem)

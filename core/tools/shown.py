@@ -21,7 +21,7 @@ from rich.text import Text
 from ..testing import items
 from ..testing.diagnosis import UNINTERRUPTED, Diagnosis
 from ..testing.pictures import Picture
-from ..testing.report import LawError, Promise, Report, Verdict, legend
+from ..testing.report import Promise, Report, Verdict, legend
 from ..testing.sides import Comparison
 from ..testing.worlds import some
 from .inspection import Contents, FoundState
@@ -39,7 +39,9 @@ _WIDTH = 140  # of a page, and where there is no terminal: rich would use 80, an
 
 def show(parts: Iterable[Part], console: Console | None = None) -> None:
     """Print these below each other."""
-    console = console or _console()
+    if console is None:
+        console = Console(highlight=False)
+        console = console if console.is_terminal else Console(highlight=False, width=_WIDTH)
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, Text))
 
@@ -49,11 +51,6 @@ def printable(text: str) -> str:
     shown = "".join(sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return shown.encode(encoding, "backslashreplace").decode(encoding)
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
 
 
 def as_text(words: str, style: str = "") -> Text:
@@ -96,16 +93,13 @@ def finding(target: str, kind: str, diagnosis: Diagnosis, comparison: Comparison
     if diagnosis.together:
         yield as_text(f"{diagnosis.together}. Mend this first, then check again.")
     for error in diagnosis.others:
-        yield as_text(_briefly(error))
+        where = f" at {error.place}" if error.place else ""
+        told = f"Also: the law '{error.law}' is broken{where}: {error.got.splitlines()[0]}; {error.cure}"
+        yield as_text(told[: 2 * _SHOWN])
     table = _table(("", *comparison.headings), ())
     for question, answers in comparison.rows:
         table.add_row(question, *(as_text(each.text, _TONES[each.tone]) for each in answers))
     yield table
-
-
-def _briefly(error: LawError) -> str:
-    where = f" at {error.place}" if error.place else ""
-    return f"Also: the law '{error.law}' is broken{where}: {error.got.splitlines()[0]}; {error.cure}"[: 2 * _SHOWN]
 
 
 def grounds(report: Report, verbose: bool) -> Iterator[Part]:
@@ -114,10 +108,9 @@ def grounds(report: Report, verbose: bool) -> Iterator[Part]:
     by_status = _grouped((_status(each), each.law) for each in verdicts)
     if UNINTERRUPTED not in by_status.get("failed", ()):
         counts = []
-        for status, words in _WORDS.items():
-            if found := by_status.get(status):
-                named = "" if status in ("holds", "failed") else f" ({', '.join(found)})"
-                counts.append(f"{len(found)} {words}{named}")
+        for status in (each for each in _WORDS if each in by_status):
+            named = "" if status in ("holds", "failed") else f" ({', '.join(by_status[status])})"
+            counts.append(f"{len(by_status[status])} {_WORDS[status]}{named}")
         yield as_text(f"Laws and trials: {'; '.join(counts)}.")
     if "not reached" in by_status:
         yield as_text("Give more time (--seconds 300, or 0 for no limit) to have the others examined.")
@@ -202,8 +195,9 @@ def _drawing(cuts: Sequence[Picture]) -> Iterator[Text]:
     drawn = [picture for picture in cuts if not picture.problem]
     if not drawn:
         return
-    lost, repeated = max(len(each.lost) for each in drawn), max(len(each.repeated) for each in drawn)
-    yield _caption(f"{title}: {len(drawn)} cuts: at worst {lost} lost and {repeated} repeated", lost, repeated)
+    lost, repeated = (max((getattr(each, name) for each in drawn), key=len) for name in ("lost", "repeated"))
+    told = f"{title}: {len(drawn)} cuts: at worst {len(lost)} lost and {len(repeated)} repeated"
+    yield _caption(told, lost, repeated)
     for each in drawn:
         kinds = dict.fromkeys((sample for rank in each.after for sample in rank), "after")
         kinds |= dict.fromkeys((sample for rank in each.before for sample in rank), "before")
@@ -213,13 +207,13 @@ def _drawing(cuts: Sequence[Picture]) -> Iterator[Text]:
     shown = wrong[0] if wrong else drawn[len(drawn) // 2]
     words = [f"{len(each)} {name}{_named(each)}" for each, name in ((shown.lost, "lost"), (shown.repeated, "repeated"))]
     told = f"cut after {shown.cut} batches of each rank: {len(shown.order)} samples: {', '.join(words)}"
-    yield _caption(told, len(shown.lost), len(shown.repeated))
+    yield _caption(told, shown.lost, shown.repeated)
     for kind, ranks in (("before", shown.before), ("after", shown.after)):
         for rank, given in enumerate(ranks):
             yield _row(f"rank {rank}, {kind}", shown.order, dict.fromkeys(given, kind))
 
 
-def _caption(words: str, lost: int, repeated: int) -> Text:
+def _caption(words: str, lost: Sequence[Hashable], repeated: Sequence[Hashable]) -> Text:
     return as_text(words, _TONES["bad" if lost else "warn" if repeated else "good"])
 
 
@@ -243,10 +237,9 @@ def _row(label: str, order: Sequence[Hashable], kinds: Mapping[Hashable, str]) -
 
 def show_contents(contents: Contents) -> None:
     """Print a table for each state, and what is damaged."""
-    facts = "".join(
-        f", {name} {' '.join(value) if isinstance(value, list) else value}" for name, value in contents.facts.items()
-    )
-    parts: list[Part] = [as_text(f"{contents.path}: {contents.kind}, saved {_ago(contents.saved)}{facts}")]
+    facts = [f", {name} {' '.join(of) if isinstance(of, list) else of}" for name, of in contents.facts.items()]
+    told = f"{contents.path}: {contents.kind}, saved {_ago(contents.saved)}{''.join(facts)}"
+    parts: list[Part] = [as_text(told)]
     parts += [as_text(f"damaged: {problem}", "bold red") for problem in contents.problems]
     parts += [_state_table(entry, contents.path) for entry in contents.states]
     if not contents.states:
@@ -257,9 +250,8 @@ def show_contents(contents: Contents) -> None:
 def _state_table(entry: FoundState, path: Path) -> Table:
     state = entry.state
     inside = "" if entry.file == path else f"{entry.file.relative_to(path)} "
-    table = Table(
-        title=as_text(f"{inside}{entry.name}" or "state"), box=box.SIMPLE, show_header=False, title_justify="left"
-    )
+    title = as_text(f"{inside}{entry.name}" or "state")
+    table = Table(title=title, box=box.SIMPLE, show_header=False, title_justify="left")
     table.add_column(style="dim")
     table.add_column()
     position, size = state.get("position"), state.get("size")
@@ -309,25 +301,13 @@ def _ago(moment: float) -> str:
 
 def as_json(contents: Contents) -> str:
     """The same as JSON, for programs."""
-    return json.dumps(
-        {
-            "path": str(contents.path),
-            "kind": contents.kind,
-            "saved": contents.saved,
-            **contents.facts,
-            "problems": list(contents.problems),
-            "states": [
-                {
-                    "file": str(entry.file),
-                    "keys": list(entry.keys),
-                    "problem": entry.problem,
-                    "state": {str(name): _plain(value) for name, value in entry.state.items()},
-                }
-                for entry in contents.states
-            ],
-        },
-        indent=1,
-    )
+    states = []
+    for entry in contents.states:
+        state = {str(name): _plain(value) for name, value in entry.state.items()}
+        keys = list(entry.keys)
+        states.append({"file": str(entry.file), "keys": keys, "problem": entry.problem, "state": state})
+    told = {"path": str(contents.path), "kind": contents.kind, "saved": contents.saved, **contents.facts}
+    return json.dumps({**told, "problems": list(contents.problems), "states": states}, indent=1)
 
 
 def _plain(value: Any) -> Any:

@@ -38,11 +38,8 @@ def find_target(target: str) -> Callable[..., Any]:
     is_object = hasattr(type(found), "__iter__") and not isinstance(found, type | str | bytes)
     if inspect.isgeneratorfunction(found) or is_object:
         return Imported(module.__name__, folder, name)
-    if not callable(found):
-        candidates = _named(_candidates(module), module_name)
-        raise TargetError(f"{module_name} has no function and no loader {name!r}: name one{candidates}")
-    function: Callable[..., Any] = found
-    return function
+    untold = f"{module_name} has no function and no loader"
+    return _function(found, untold, name, _named(_candidates(module), module_name))
 
 
 def find_function(target: str) -> Callable[..., Any]:
@@ -52,9 +49,12 @@ def find_function(target: str) -> Callable[..., Any]:
         TargetError: there is none, or its module fails.
     """
     module_name, name = _parts(target, "function", "package.module:name, or file.py:name")
-    found = _attribute(_import(module_name, target)[0], name)
+    return _function(_attribute(_import(module_name, target)[0], name), f"{module_name} has no function", name)
+
+
+def _function(found: Any, untold: str, name: str, candidates: str = "") -> Callable[..., Any]:
     if not callable(found):
-        raise TargetError(f"{module_name} has no function {name!r}: name one")
+        raise TargetError(f"{untold} {name!r}: name one{candidates}")
     function: Callable[..., Any] = found
     return function
 
@@ -89,14 +89,12 @@ def _import(module_name: str, target: str) -> tuple[ModuleType, str]:
     try:
         found = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise TargetError(
-            f"{target!r} cannot be imported ({error}): run this in the module's folder, or install the module"
-        ) from error
+        cure = "run this in the module's folder, or install the module"
+        raise TargetError(f"{target!r} cannot be imported ({error}): {cure}") from error
     except (Exception, SystemExit) as error:
-        raise TargetError(
-            f"{module_name} fails when it is imported: {type(error).__name__}: {error}; fix it, and put what a script "
-            'does under `if __name__ == "__main__":`'
-        ) from error
+        cure = 'fix it, and put what a script does under `if __name__ == "__main__":`'
+        told = f"{module_name} fails when it is imported: {type(error).__name__}: {error}"
+        raise TargetError(f"{told}; {cure}") from error
     imported = getattr(found, "__file__", None)
     if file is not None and (imported is None or Path(imported).resolve() != file):
         raise TargetError(
@@ -118,8 +116,10 @@ def _candidates(module: ModuleType) -> list[str]:
 
 def _only_one(module: ModuleType, target: str) -> str:
     names = _candidates(module)
-    if "make_loader" in names or len(names) == 1:
-        return "make_loader" if "make_loader" in names else names[0]
+    if "make_loader" in names:
+        return "make_loader"
+    if len(names) == 1:
+        return names[0]
     if names:
         raise TargetError(f"{target} has several loaders: name one{_named(names, target)}")
     raise TargetError(
