@@ -10,7 +10,7 @@ import json
 from typing import Any, Literal, NoReturn
 
 from ..errors import StateCorruptError, StateMismatchError, warn
-from ..order.holes import parse_omit
+from ..order.holes import Holes, parse_omit
 from ..state import format as states
 from ..state import parts
 from ..state.format import State
@@ -164,15 +164,10 @@ class States:
         can = self._context.adapter.promises.skips
         if omit and (self._context.is_part or not can):
             raise StateMismatchError(f"the state skips positions, and this source cannot ({can.reason}): load another")
-        for each, holes in skips.items():
-            if size is not None and each == epoch and holes.stops[-1] > size:
-                raise StateCorruptError(
-                    f"omit names positions up to {holes.stops[-1]} of epoch {each}, and the state is in epoch {epoch} "
-                    f"of {size}: use an undamaged state"
-                )
-        if done and not (place.position <= done.starts[0] and (size is None or done.stops[-1] <= size)):
+        stops = [*done.stops, *skips.get(epoch, Holes()).stops]
+        if (size is not None and stops and max(stops) > size) or (done and done.starts[0] < place.position):
             raise StateCorruptError(
-                f"omit has finished positions outside of [{place.position}, {size}): use an undamaged state"
+                f"omit does not fit position {place.position} of epoch {epoch}, of {size}: use an undamaged state"
             )
 
     def _warn_of_package(self, fingerprint: str) -> None:

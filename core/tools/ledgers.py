@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..checkpoint.files import find, read
 from ..checkpoint.ledger import is_count, ledger_path, unseal
-from ..errors import SnapshotError
+from ..errors import SnapshotError, UnsupportedSourceError
 from ..order import MAXIMUM_SIZE
 from ..order.holes import Holes, parse_omit, pieces_of
 from ..world import MicroShare, Share, World
@@ -61,7 +61,14 @@ class Stretch(NamedTuple):
     at: int
 
     def taken(self, first: int, last: int) -> list[tuple[Entry, int, int]]:
-        """What these steps took: the entries of the sessions, and the batches [start, stop) of each."""
+        """What these steps took: the entries of the sessions, and the batches [start, stop) of each.
+
+        Raises:
+            UnsupportedSourceError: the ledger says why it does not know.
+        """
+        if "unknown" in self.entry:
+            why = f"the samples of {self.entry['loader']} cannot be computed ({self.entry['unknown']})"
+            raise UnsupportedSourceError(f"{why}: ask for another loader")
         begin = self.entry["batch"] + (first - 1 - self.entry["step"]) * self.entry["each"]
         stop, at, found = begin + (last + 1 - first) * self.entry["each"], self.at, []
         while begin < stop:

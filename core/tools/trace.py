@@ -64,8 +64,7 @@ def trace(
 
 def at_step(stretch: Stretch, step: int, rank: int | None, source: Source | None) -> Answer:
     """What a step took of a loader, by rank."""
-    entry, ranks = stretch.entry, []
-    _check(entry)
+    entry, ranks, taken = stretch.entry, [], stretch.taken(step, step)
     if rank is not None and not 0 <= rank < entry["world_size"]:
         raise ValueError(f"rank {rank} did not take part in step {step}: name one below {entry['world_size']}")
     for each in range(entry["world_size"]) if rank is None else (rank,):
@@ -76,20 +75,13 @@ def at_step(stretch: Stretch, step: int, rank: int | None, source: Source | None
                 "indices": _indices(session, positions, source),
                 "weight": session.share(each).weight(number),
             }
-            for session, start, stop in stretch.taken(step, step)
+            for session, start, stop in taken
             for number in range(start, stop)
             if (positions := session.positions(each, number)) is not None
         ]
         ranks.append({"rank": each, "batches": batches})
     told = {name: entry[name] for name in ("loader", "seed", "world_size", "batch_size")}
     return {**told, "ranks": ranks}
-
-
-def _check(entry: Entry) -> None:
-    if "unknown" in entry:
-        raise UnsupportedSourceError(
-            f"the samples of {entry['loader']} cannot be computed ({entry['unknown']}): ask for another loader"
-        )
 
 
 def _order(entry: Entry, source: Source | None) -> Order | None:
@@ -120,7 +112,6 @@ def _indices(entry: Entry, positions: list[int], source: Source | None) -> list[
 def given_to(stretch: Stretch, index: int, source: Source | None) -> Iterator[Answer]:
     """The steps and ranks that were given a sample."""
     entry = stretch.entry
-    _check(entry)
     for session, start, stop in stretch.taken(stretch.first, stretch.last):
         if (order := _order(session, source)) is None:
             assert source is not None  # `_order` has seen to it

@@ -279,6 +279,21 @@ def test_many_steps_of_one_rank_are_a_short_part() -> None:
         join_states(states, loaders[0])
 
 
+def test_skips_and_what_is_finished_fill_a_state_together() -> None:
+    loader = wrapped(4000, 1)
+    tickets = [loader.ticket for _ in zip(range(600), loader, strict=False)]
+    for ticket in tickets[1::2]:
+        loader.finish(ticket)
+    other = wrapped(4000, 1)
+    other.load_state_dict(loader.state_dict())
+    for start in range(1000, 1424, 2):  # 212 more
+        other.skip(start, start + 1)
+    state = other.state_dict()
+    with pytest.raises(StateError, match="skip fewer, longer ranges"):
+        other.skip(3000, 3001)
+    assert other.state_dict() == state
+
+
 def test_what_says_otherwise_which_batches_count_is_refused() -> None:
     loader, _, _ = begun(1)
     with pytest.raises(MidepochError, match="leave in_flight out"):
