@@ -23,8 +23,9 @@ from midepoch import World
 from midepoch.adapters import dali
 from midepoch.errors import SourceError, StateMismatchError
 from midepoch.errors import UnsupportedSourceError as Unsupported
-from midepoch.testing import check_resumable, digest
+from midepoch.testing import check_resumable
 from support import dali_sources as sources
+from support.sources import every_place, flat
 
 SIZE, BATCH = 16, 4
 
@@ -35,21 +36,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def every_cut(make: Callable[[], midepoch.Loader], epochs: int = 3) -> list[str]:
-    """The batches of so many epochs, which every state of them has continued in a new loader."""
-    loader = make()
-    given, states = [], [loader.state_dict()]
-    for _ in range(epochs):
-        for batch in loader:
-            given.append(digest(batch))
-            states.append(loader.state_dict())
-    loader.close()
-    for cut, state in enumerate(states):
-        random.seed(cut), np.random.seed(cut), torch.manual_seed(cut)
-        with make() as fresh:
-            fresh.load_state_dict(state)
-            rest = [digest(batch) for _ in range(epochs) for batch in fresh]
-        assert rest[: len(given) - cut] == given[cut:], f"cut at {cut}"
-    return given
+    return flat(every_place(make, epochs=epochs))
 
 
 @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, seed=3)

@@ -18,10 +18,7 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
     get_worker_info,
@@ -61,36 +58,11 @@ def test_an_iterator_of_a_wrapped_loader_is_refused() -> None:
     assert midepoch.wrap(loader) is loader
 
 
+# Samplers and batch samplers of every kind are in test_transparent.
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
-    "sequential": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4),
     "shuffled": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, shuffle=True),
-    "drop_last": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, shuffle=True, drop_last=True),
-    "no batches": lambda: DataLoader(sources.Noisy(SIZE), batch_size=None, shuffle=True),
-    "with a generator": lambda: DataLoader(
-        sources.Noisy(SIZE), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(9)
-    ),
-    "subset": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, sampler=SubsetRandomSampler(range(3, 20))),
-    "weighted": lambda: DataLoader(
-        sources.Noisy(SIZE), batch_size=4, sampler=WeightedRandomSampler([1.0 + i for i in range(SIZE)], 30)
-    ),
-    "with replacement": lambda: DataLoader(
-        sources.Noisy(SIZE), batch_size=4, sampler=RandomSampler(range(SIZE), replacement=True, num_samples=30)
-    ),
-    "fewer samples": lambda: DataLoader(
-        sources.Noisy(SIZE), batch_size=4, sampler=RandomSampler(range(SIZE), num_samples=13)
-    ),
-    "own sampler": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, sampler=sources.EverySecond(SIZE)),
-    "list as sampler": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, sampler=[5, 3, 1, 5, 3, 1, 0]),
-    "own batch sampler": lambda: DataLoader(sources.Noisy(SIZE), batch_sampler=sources.Buckets(SIZE)),
-    "list as batch sampler": lambda: DataLoader(sources.Noisy(SIZE), batch_sampler=[[1, 2], [3], [4, 5, 6]]),
-    "torch's batch sampler": lambda: DataLoader(
-        sources.Noisy(SIZE), batch_sampler=BatchSampler(SequentialSampler(range(SIZE)), 5, True)
-    ),
     "batch sampler of an own sampler": lambda: DataLoader(
         sources.Noisy(SIZE), batch_sampler=BatchSampler(sources.EverySecond(SIZE), 5, False)
-    ),
-    "distributed sampler alone": lambda: DataLoader(
-        sources.Noisy(SIZE), batch_size=4, sampler=DistributedSampler(sources.Indices(SIZE), 1, 0, seed=3)
     ),
     "resumable sampler": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, sampler=ResumableSampler(SIZE, seed=3)),
     "collate": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, shuffle=True, collate_fn=sources.noisy_collate),
@@ -109,7 +81,6 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
         sources.Fetched(SIZE), batch_size=4, shuffle=True, num_workers=2, collate_fn=sources.noisy_collate
     ),
 }
-loaders = pytest.mark.parametrize("name", LOADERS)
 
 
 def wrapped(name: str, **keywords: Any) -> Loader:
@@ -121,54 +92,21 @@ def missing(loader: Loader) -> list[str]:
     return [name for name, promise in vars(loader.capabilities).items() if not promise]
 
 
-@loaders
+@pytest.mark.parametrize("name", LOADERS)
 def test_every_setting_resumes_exactly(name: str) -> None:
     make = functools.partial(wrapped, name)
-    with make() as loader:
-        first = []
-        states = [loader.state_dict()]
-        for batch in loader:
-            first.append(sources.plain(batch))
-            states.append(loader.state_dict())
-        second = sources.taken(loader)
-    for cut in (0, 2, len(first) - 1, len(first)):
-        with make() as loader:
-            loader.load_state_dict(states[cut])
-            if cut < len(first):
-                assert sources.taken(loader) == first[cut:]
-            assert sources.taken(loader) == second
-    assert len(loader) == len(first)
-    assert missing(loader) == []
+    first, _ = sources.every_place(make, (0, 2, 3) if "worker" in name else ())
+    assert len(make()) == len(first)
+    assert missing(make()) == []
 
 
-def indices(batches: list[Any]) -> list[Any]:
-    """The samples' indices, from whatever batches hold them."""
-    if not isinstance(batches, list):
-        return [batches]
-    if len(batches) == 4 and all(isinstance(each, float) for each in batches):
-        return [batches[0]]
-    if len(batches) == 3 and isinstance(batches[1], float) and isinstance(batches[0], list):
-        return indices(batches[0])
-    return [index for each in batches for index in indices(each)]
-
-
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_started_either_way(context: str) -> None:
-    """Bit-equal with no workers, augmentations included, after a resume in mid-epoch too."""
+def test_workers_that_are_spawned_give_the_same() -> None:
     whole = sources.taken(wrapped("shuffled"))
-    source = sources.noisy_loader(SIZE, num_workers=2, multiprocessing_context=context, persistent_workers=True)
+    source = sources.noisy_loader(SIZE, num_workers=1, multiprocessing_context="spawn", persistent_workers=True)
     with midepoch.wrap(source, seed=5) as loader:
         assert sources.taken(loader, 2) == whole[:2]
         loader.load_state_dict({**wrapped("shuffled").state_dict()})
         assert sources.taken(loader) == whole
-
-
-def test_collate_randomness_is_exact_on_the_same_split() -> None:
-    one = sources.taken(wrapped("collate"))
-    assert len({batch[1] for batch in one}) == len(one)
-    state = sources.heads(functools.partial(wrapped, "collate"), 2)[1]
-    assert sources.resumed(functools.partial(wrapped, "collate"), state) == one[2:]
-    assert "same split" in wrapped("collate").capabilities.exact_augmentations.reason
 
 
 def test_worker_init_fn_sees_the_user_s_dataset() -> None:
@@ -226,25 +164,19 @@ class WorkerPids(sources.Indices):
         return os.getpid()
 
 
-# --- samplers of several ranks ---
+# --- several ranks ---
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_a_distributed_sampler_is_understood(drop_last: bool) -> None:
-    def make(rank: int) -> Loader:
-        dataset = sources.Noisy(SIZE + 1)
-        sampler: Sampler[int] = DistributedSampler(dataset, 2, rank, seed=7, drop_last=drop_last)
-        return midepoch.wrap(DataLoader(dataset, batch_size=4, sampler=sampler))
+def test_with_shard_false_each_rank_reads_and_draws_its_own() -> None:
+    def make(rank: int, shuffle: bool = True) -> Loader:
+        source = DataLoader(sources.Noisy(SIZE), 4, shuffle=shuffle)
+        return midepoch.wrap(source, seed=5, shard=False, world=World(rank, 2))
 
-    ranks = [make(rank) for rank in range(2)]
-    assert all(loader.state_dict()["seed"] == 7 for loader in ranks)
-    assert [len(loader) for loader in ranks] == [3, 3]
-    batches = [sources.taken(loader) for loader in ranks]
-    counted = Counter(indices(batches))
-    assert sum(counted.values()) == (22 if drop_last else 24)
-    assert len(counted) == (22 if drop_last else 23)
-    assert {loader.epoch for loader in ranks} == {1}
-    assert ranks[0].state_dict() == ranks[1].state_dict()
+    epochs = [sources.every_place(functools.partial(make, rank)) for rank in range(2)]
+    assert epochs[0] != epochs[1] and [len(epoch) for rank in epochs for epoch in rank] == [len(make(0))] * 4
+    first = [sources.flat(sources.taken(make(rank, shuffle=False))) for rank in range(2)]
+    for one, other in zip(*first, strict=True):
+        assert one[0] == other[0] and one[1:] != other[1:]
 
 
 def test_a_distributed_sampler_of_another_world_is_refused() -> None:
@@ -297,19 +229,6 @@ def test_resumable_samplers_share_the_indices() -> None:
         assert ranks[0].state_dict() == ranks[1].state_dict()
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_a_resumable_sampler_in_a_wrapped_loader(drop_last: bool) -> None:
-    """Its seed, its world and its tail are the loader's."""
-
-    def make(rank: int) -> Loader:
-        sampler = ResumableSampler(23, seed=9, world=World(rank, 2), drop_last=drop_last)
-        return midepoch.wrap(DataLoader(sources.Noisy(23), batch_size=4, sampler=sampler))
-
-    batches = [sources.taken(make(rank)) for rank in range(2)]
-    assert make(0).state_dict()["seed"] == 9
-    assert sum(Counter(indices(batches)).values()) == (22 if drop_last else 24)
-
-
 @pytest.mark.parametrize(
     "keywords", [{"seed": -1}, {"seed": 1.5}, {"batch_size": 0}, {"size": -1}, {"shuffle": 7}], ids=str
 )
@@ -326,7 +245,7 @@ def test_the_class_of_the_design_unchanged() -> None:
     torch.manual_seed(0)
     dataset = sources.RandomIterableDataset(3, 20)
     attributes = dict(vars(dataset))
-    for num_workers, batch_size in ((None, 1), (0, 4), (1, 4), (2, 3), (3, None)):
+    for num_workers, batch_size in ((None, 1), (0, 4), (2, 3)):
 
         def make(workers: int | None = num_workers, size: int | None = batch_size) -> Loader:
             source = dataset if workers is None else DataLoader(dataset, batch_size=size, num_workers=workers)
@@ -344,23 +263,6 @@ def test_the_class_of_the_design_unchanged() -> None:
     assert vars(dataset) == attributes
 
 
-def test_a_subclass_resumes_by_itself() -> None:
-    def make() -> sources.Inheriting:
-        torch.manual_seed(4)
-        return sources.Inheriting(12)
-
-    assert isinstance(make(), midepoch.StatefulIterable)
-    dataset = make()
-    whole, later = sources.taken(dataset), sources.taken(dataset)
-    assert sorted(sample[0] for sample in whole) == list(range(12))
-    assert whole != later
-    for cut in (0, 5, 12):
-        running, fresh = make(), make()
-        sources.taken(running, cut)
-        fresh.load_state_dict(running.state_dict())
-        assert sources.taken(fresh) == (whole[cut:] or later)
-
-
 def test_a_subclass_in_a_loader() -> None:
     """Unwrapped without workers it knows where it stands; with workers it refuses, and says what to do."""
     torch.manual_seed(4)
@@ -376,26 +278,8 @@ def test_a_subclass_in_a_loader() -> None:
     whole = sources.taken(make(0))
     state = sources.heads(functools.partial(make, 2), 1)[1]
     assert sources.resumed(functools.partial(make, 1), state) == whole[1:]
-    for context in ("fork", "spawn"):
-        batches = iter(DataLoader(sources.Inheriting(12), num_workers=1, multiprocessing_context=context))
-        with pytest.raises(StateError, match=r"use wrap\(DataLoader\(dataset\)\)"):
-            next(batches)
-
-
-def test_a_dataset_that_shares_its_sampler_is_named() -> None:
-    with midepoch.wrap(DataLoader(sources.SharingItsSampler(20), num_workers=2), seed=5) as loader:  # noqa: SIM117
-        with pytest.raises(SourceError, match=r"SharingItsSampler drew .*shard=False"):
-            sources.taken(loader)
-    # Left to it, every worker reads a stream of its own.
-    dataset = sources.SharingItsSampler(20)
-
-    def make() -> Loader:
-        return midepoch.wrap(DataLoader(dataset, batch_size=2, num_workers=2), seed=5, shard=False)
-
-    with make() as loader:
-        whole = sources.taken(loader)
-    assert len(sources.flat(whole)) == 20
-    assert sources.quiet_resume(make, sources.heads(make, 3)[1]) == whole[3:]
+    with pytest.raises(StateError, match=r"use wrap\(DataLoader\(dataset\)\)"):
+        next(iter(DataLoader(sources.Inheriting(12), num_workers=1)))
 
 
 # --- what goes wrong ---
@@ -435,65 +319,6 @@ def test_a_sampler_that_does_not_repeat_itself_is_named() -> None:
         sources.taken(midepoch.wrap(source, seed=5))
 
 
-class Dependent(sources.EverySecond):
-    """Its list depends on something outside that another process does not share."""
-
-    start = 0
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([(index + self.start) % self.size for index in range(self.size)])
-
-
-def test_a_list_that_differs_in_the_resumed_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make() -> Loader:
-        return midepoch.wrap(DataLoader(sources.Indices(8), batch_size=2, sampler=Dependent(8)), seed=5)
-
-    state = sources.heads(make, 2)[1]
-    assert sources.resumed(make, state) == [[4, 5], [6, 7]]
-    monkeypatch.setattr(Dependent, "start", 3)
-    with pytest.raises(StateError, match=r"crc=\w+.*crc=\w+.*not reproducible"):
-        make().load_state_dict(state)
-
-
-class Epochs(sources.EverySecond):
-    """Orders by the epoch that it is told, as DistributedSampler does."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([(index + self.epoch) % self.size for index in range(self.size)])
-
-
-@pytest.mark.parametrize("in_batches", [False, True])
-def test_a_sampler_is_told_the_epoch(in_batches: bool) -> None:
-    sampler = Epochs(6)
-    source = (
-        DataLoader(sources.Indices(6), batch_sampler=BatchSampler(sampler, 3, False))
-        if in_batches
-        else DataLoader(sources.Indices(6), batch_size=3, sampler=sampler)
-    )
-    loader = midepoch.wrap(source, seed=5)
-    assert [sources.taken(loader) for _ in range(2)] == [[[0, 1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5, 0]]]
-    state = sources.heads(lambda: midepoch.wrap(source, seed=5), 2)[1]
-    assert sources.resumed(lambda: midepoch.wrap(source, seed=5), state) == [[1, 2, 3], [4, 5, 0]]
-    assert sampler.epoch == 1, "as a training loop leaves it"
-
-
-def test_a_dataset_may_grow_between_epochs() -> None:
-    dataset = sources.Indices(6)
-    loader = midepoch.wrap(DataLoader(dataset, batch_size=2), seed=5)
-    assert sources.flat(sources.taken(loader)) == list(range(6))
-    dataset.size = 8
-    assert len(loader) == 4 or loader.epoch == 1
-    torch_would = [batch.tolist() for batch in DataLoader(dataset, batch_size=2)]
-    assert sources.taken(loader) == torch_would
-    assert len(loader) == 4
-    assert loader.state_dict()["size"] == 8
-
-
 class ByAttribute(Sampler[int]):
     """Shuffles by numbers that the training loop sets."""
 
@@ -507,25 +332,6 @@ class ByAttribute(Sampler[int]):
 
     def __len__(self) -> int:
         return 12
-
-
-@pytest.mark.parametrize("load", [False, True])
-def test_what_the_loop_changes_between_epochs_counts(load: bool) -> None:
-    def epochs(asking: bool) -> list[Any]:
-        sampler, found = ByAttribute(), []
-        loader = midepoch.wrap(DataLoader(range(12), 4, sampler=sampler), seed=0)  # type: ignore[arg-type]
-        for epoch in range(3):
-            sampler.epoch = epoch
-            found.append([batch.tolist() for batch in loader])
-            if asking:
-                state = loader.state_dict()
-                assert len(loader) == 3
-                if load:
-                    loader.load_state_dict(state)
-        return found
-
-    assert epochs(True) == epochs(False)
-    assert len({str(epoch) for epoch in epochs(True)}) == 3
 
 
 @pytest.mark.parametrize("make", [ByAttribute, lambda salt=0: WeightedRandomSampler([1.0, 2.0, 3.0 + salt], 12)])
@@ -565,14 +371,11 @@ class Around:
         yield from self.loader
 
 
-@pytest.mark.parametrize(
-    ("kind", "method"),
-    [("indexed", "fork"), ("stream", "fork"), ("stateful", "fork"), ("around", "fork"), ("stateful", "spawn")],
-)
-def test_workers_kept_before_the_wrap_are_ended(kind: str, method: str) -> None:
+@pytest.mark.parametrize("kind", ["indexed", "stream", "stateful", "around"])
+def test_workers_kept_before_the_wrap_are_ended(kind: str) -> None:
     def passes(early: bool) -> list[Any]:
         data: Any = sources.Noisy(12) if kind in ("indexed", "around") else Drawing()
-        settings: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": method}
+        settings: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
         source: Any = (StatefulDataLoader if kind == "stateful" else DataLoader)(data, 3, **settings)
         workers = []
         if early:
@@ -609,5 +412,3 @@ def test_a_state_dict_of_torchs_own_dataloader_is_not_used(
     head = sources.taken(loader, 1)
     assert head + sources.resumed(make, loader.state_dict()) == whole
     assert calls == []
-
-

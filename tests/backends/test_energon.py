@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
-import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import cpu_torchvision  # noqa: F401
@@ -16,11 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from support.places import TESTS
-
 pytest.importorskip("megatron.energon", reason="Megatron-Energon is not installed; make wild runs these tests")
 
-import own_states_job
 
 import midepoch
 from midepoch import StateError, wrap
@@ -110,30 +102,6 @@ def test_an_epoch_behind_one_that_was_left_is_refused(length: int) -> None:
     assert (state["epoch"], state["position"]) == (1, 0)
     with pytest.raises(StateError, match=r"beginning of epoch 1, .*epoch 0 was not read to its end"):
         make().load_state_dict(state)
-
-
-@pytest.mark.long  # five starts of torchrun, two minutes
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
-def test_ranks_go_on_as_other_ranks_by_energons_own_rule(before: int, after: int, tmp_path: Path) -> None:
-    head = own_states_job.run(tmp_path, "energon", before, own_states_job.WORKERS // before)
-    refused = own_states_job.run(tmp_path, "energon", after, 0)
-    for each in refused:
-        assert not each["samples"]
-        assert re.search(
-            rf"world size differs: .*{before}, .*{after}.*save_state_global.*`energon checkpoint redist "
-            rf"--new-world-size`",
-            each["refused"],
-        )
-    files = [str(path) for path in sorted((tmp_path / "energon").iterdir())]
-    (tmp_path / f"energon-{after}").mkdir()
-    command = ["checkpoint", "redist", "--new-world-size", str(after), *files, str(tmp_path / f"energon-{after}")]
-    tool = "import cpu_torchvision; from megatron.energon.cli.main import main; main()"
-    path = os.pathsep.join([str(TESTS), *sys.path])
-    subprocess.run([sys.executable, "-c", tool, *command], env={**os.environ, "PYTHONPATH": path}, check=True)
-    rest = own_states_job.run(tmp_path, "energon", after, 0)
-    given = own_states_job.samples(head) + own_states_job.samples(rest)
-    print(f"energon, {before} -> {after} ranks: {len(given)} samples, {len(set(given))} different")
-    assert sorted(given) == list(range(own_states_job.SIZE))
 
 
 def test_draws_in_then_are_exact() -> None:

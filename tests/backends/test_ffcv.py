@@ -581,7 +581,7 @@ def test_an_index_that_ffcv_would_die_of_is_refused(indices: list[Any]) -> None:
         midepoch.wrap(sources.make(indices=indices))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])  # compiled anew
 def test_a_damaged_jpeg_is_named(copied: Callable[[str], Path], workers: int) -> None:
     path = copied("jpeg")
     reader = sources.make(sources.readme_pipelines(), str(path)).reader
@@ -609,18 +609,17 @@ def test_an_error_in_the_thread_reaches_the_consumer() -> None:
     for randomness in ("sample", "none"):  # in the consumer's thread, and in the other
         fails.fails = True
         loader = midepoch.wrap(bare, seed=1, randomness=randomness)
-        start, iterator = time.monotonic(), iter(loader)
+        iterator = iter(loader)
         with pytest.raises(SourceError, match=r"Fails of 'label' failed on positions 8 to 11 .*: OSError: the network"):
             read(iterator)
-        assert time.monotonic() - start < 200
         assert loader.position == 8
         fails.fails = False
         assert labels(read(iterator)) == list(range(8, sources.SIZE))
 
 
+@pytest.mark.long  # compiles in a process of its own
 def test_example(tmp_path: Path) -> None:
     example = ROOT / "examples" / "ffcv_loader.py"
-    assert example.name == "ffcv_loader.py"
     done = forking.run([example], modules=["ffcv"], cwd=tmp_path, check=True)
     assert "bit-equal" in done.stdout
 

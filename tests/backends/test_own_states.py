@@ -8,7 +8,6 @@ import importlib.metadata
 import itertools
 import json
 import os
-import pickle
 import random
 import re
 import subprocess
@@ -16,12 +15,11 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import own_states_job
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -63,27 +61,6 @@ def taken(loader: Loader, count: int | None = None) -> list[list[int]]:
 def wrapped(make: Callable[[], Any]) -> Loader:
     source = make()
     return source if isinstance(source, Loader) else wrap(source, seed=1)
-
-
-def every_place(make: Callable[[], Any], cuts: Collection[int] = (), epochs: int = 2) -> tuple[list[str], Any]:
-    """What so many epochs give, and what is promised. New loaders have continued at each place, or at these."""
-    with wrapped(make) as loader:
-        given, states = [], [(0, loader.state_dict())]
-        for _ in range(epochs):
-            for batch in loader:
-                given.append(digest(batch))
-                states.append((len(given), loader.state_dict()))
-            states.append((len(given), loader.state_dict()))  # of the next epoch, where the length is unknown
-        promised = loader.capabilities
-    for cut, state in states:
-        if cuts and cut not in cuts:
-            continue
-        torch.manual_seed(1000 + cut), random.seed(cut), np.random.seed(cut)
-        with wrapped(make) as resumed:
-            resumed.load_state_dict(json.loads(json.dumps(state)))
-            rest = (batch for _ in range(epochs + 1) for batch in resumed)
-            assert list(map(digest, itertools.islice(rest, len(given) - cut))) == given[cut:], f"cut at {cut}"
-    return given, promised
 
 
 # exact order, exact augmentations, constant-time resume, elastic world, elastic workers, rank-independent, skips
@@ -169,16 +146,7 @@ def test_what_is_said_to_write_instead_is_exact(name: str) -> None:
     def make() -> Loader:
         return wrap(cure(), seed=1, **options)
 
-    with make() as loader:
-        whole, states = [], []
-        for batch in loader:
-            whole.append(repr(batch))
-            states.append(loader.state_dict())
-    for cut in (1, 2):
-        torch.manual_seed(cut), random.seed(cut), np.random.seed(cut)
-        with make() as loader:
-            loader.load_state_dict(states[cut - 1])
-            assert [repr(batch) for batch in loader] == whole[cut:]
+    sources.every_place(make, (1, 2), epochs=1, read=repr)
 
 
 # --- tried, not believed ---
@@ -375,8 +343,9 @@ def test_nodes_of_torchdata_are_refused_with_what_to_write() -> None:
     with pytest.raises(midepoch.UnsupportedSourceError, match=r"nodes Loader has no generator.*wrap\(make_loader\)"):
         wrap(make_loader())
     with pytest.warns(midepoch.MidepochWarning, match="read again from its start"):
-        given, promised = every_place(lambda: wrap(make_loader, seed=1))
-    assert len(set(given)) == len(given) == 10 and not promised.constant_time_resume
+        given = sources.flat(sources.every_place(lambda: wrap(make_loader, seed=1)))
+    assert len(set(given)) == len(given) == 10
+    assert not wrap(make_loader, seed=1).capabilities.constant_time_resume
 
 
 class _Own(ResumableTests):
@@ -406,7 +375,7 @@ class TestLitData(_Own):
 
 
 class _OnRanks(_Own):
-    world_sizes: ClassVar[tuple[int, ...]] = (1, 3)
+    world_sizes: ClassVar[tuple[int, ...]] = (1, 2)
 
 
 class TestTorchdataOnRanks(_OnRanks):
@@ -427,20 +396,6 @@ class TestGrainElastic(_OnRanks):
     @classmethod
     def setup_class(cls) -> None:
         pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
-
-
-@pytest.mark.parametrize("make", [own.wrapped_torchdata, lambda: wrap(own.Stream())])
-def test_a_loader_is_sent_to_another_process_while_it_is_read(make: Callable[[], Loader]) -> None:
-    whole = [taken(make()) for _ in range(2)]
-    loader = make()
-    batches = iter(loader)
-    next(batches), next(batches)
-    sent = pickle.loads(pickle.dumps(loader))
-    assert sent.state_dict() == loader.state_dict()
-    resumed = make()
-    resumed.load_state_dict(sent.state_dict())
-    assert taken(resumed) == whole[0][2:]
-    assert [own.identify(batch) for batch in batches] == whole[0][2:]
 
 
 BEGINNINGS: dict[str, Callable[[], Loader]] = {
@@ -540,33 +495,6 @@ def test_litdata_goes_on_in_another_world(batches: int, again: int, monkeypatch:
     alone = wrap(own.litdata_loader(size=size), world=midepoch.World(1, 2))
     with pytest.raises(midepoch.UnsupportedSourceError, match=r"rank \d of \d, and midepoch for rank 1 of 2"):
         next(iter(alone))
-
-
-@pytest.mark.long  # in one process after the other above
-@pytest.mark.parametrize(
-    ("kind", "before", "after", "batches", "global_batch", "again"),
-    [
-        ("elastic", 2, 3, 2, 12, 0),
-        ("elastic", 3, 2, 2, 12, 0),
-        ("litdata", 2, 3, 3, 12, 0),
-        ("litdata", 3, 2, 3, 12, 0),
-        ("litdata", 2, 3, 1, 9, 3),  # 12 samples were read, and 9 do not divide them
-    ],
-)
-def test_ranks_of_torchrun_go_on_as_other_ranks(
-    kind: str, before: int, after: int, batches: int, global_batch: int, again: int, tmp_path: Path
-) -> None:
-    made("LitData StreamingDataLoader" if kind == "litdata" else "Grain DataLoader")
-    head = own_states_job.run(tmp_path, kind, before, batches)
-    assert not any(each["told"] for each in head)
-    rest = own_states_job.run(tmp_path, kind, after, 0, global_batch)
-    given = collections.Counter(own_states_job.samples(head) + own_states_job.samples(rest))
-    print(f"{kind}, {before} -> {after} ranks: {len(given)} samples, {given.total() - len(given)} of them twice")
-    assert set(given) == set(range(own_states_job.SIZE)) and given.total() == own_states_job.SIZE + again
-    assert not any("refused" in each for each in rest)
-    told = [text for each in rest for text in each["told"] if f"the last {again} samples that were read come" in text]
-    assert len(told) == (1 if again else 0)
-    assert len({len(each["samples"]) for each in rest}) == 1, "as many batches on each rank"
 
 
 def test_litdatas_settings_are_compared_at_the_load() -> None:
@@ -819,11 +747,6 @@ def test_states_of_an_older_torchdata_are_refused_or_told(tmp_path: Path) -> Non
         loader.load_state_dict(json.loads(said))
     loader.load_state_dict(state)  # its own state takes it elsewhere all the same
     assert head + taken(loader) == taken(own.wrapped_torchdata())
-
-
-def test_kept_workers_of_a_stream_with_a_state_are_replayed() -> None:
-    loader = wrap(DataLoader(Counting(), 2, num_workers=1, persistent_workers=True))
-    assert "replay" in str(loader.capabilities.constant_time_resume) or "read again" in str(loader.capabilities)
 
 
 class _Pins:
@@ -1084,13 +1007,20 @@ def test_a_job_that_dies_after_each_batch_loses_nothing(name: str) -> None:
     assert got == whole
 
 
+AROUND_ENDS = (1, 4, 5, 6, 7, 8, 10, 11, 14, 15, 20, 21)
+"""Places at the beginning, and around the end of an epoch of 5, 7, 10, 14 or 20 batches."""
+
+
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.filterwarnings("error::midepoch.MidepochWarning", "ignore:.*is read again from its start")
 def test_every_place_of_two_epochs_is_continued_from(name: str) -> None:
     """Without a word: what is promised is so."""
-    given, promised = every_place(PLACES[name], (1, 3, 4) if "worker" in name else ())
+    cuts = (1, 3, 4) if "worker" in name else AROUND_ENDS
+    given = sources.flat(sources.every_place(lambda: wrapped(PLACES[name]), cuts))
     assert len(set(given)) > 1
-    order = promised.exact_order
+    with wrapped(PLACES[name]) as loader:
+        list(loader)
+        order = loader.capabilities.exact_order
     assert order and ("read again" in order.reason or order.believed == bool(re.match(BELIEVED_PLACES, name))), order
 
 
@@ -1124,7 +1054,28 @@ def test_a_used_source_goes_back_to_its_very_beginning(name: str) -> None:
     assert [digest(batch) for _ in range(2) for batch in resumed] == whole
 
 
-# --- what a sampler follows ---
+# --- what follows from the rank and the worker ---
+
+
+def test_ranks_that_read_whole_go_on_where_each_was() -> None:
+    def make(rank: int) -> Loader:
+        return wrap(StatefulDataLoader(Drawing(), 2), seed=1, shard=False, world=midepoch.World(rank, 2))
+
+    epochs = [sources.every_place(functools.partial(make, rank), epochs=1)[0] for rank in range(2)]
+    assert epochs[0] != epochs[1], "each draws its own"
+
+
+class DrawsFirst(Counting):
+    """Draws when it begins, and gives that with each number."""
+
+    def __iter__(self) -> Iterator[Any]:
+        drawn = random.random()
+        return (torch.tensor([each[0], drawn]) for each in super().__iter__())
+
+
+def test_workers_begin_under_streams_of_their_own() -> None:
+    with counting(2, DrawsFirst, None) as loader:
+        assert len({float(sample[1]) for sample in loader}) == 2
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -1136,51 +1087,7 @@ def test_ranks_that_nobody_knew_of_are_refused_when_read(workers: int, monkeypat
         next(iter(loader))
 
 
-# --- grain's own test of checkpoints ---
-
-
-class _Iterating:
-    """An iterator with grain's two methods over a wrapped loader."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-        self.batches = iter(loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self.batches)
-
-    def get_state(self) -> dict[str, Any]:
-        return self.loader.state_dict()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state)
-
-
-class _Iterated:
-    def __init__(self, source: Any) -> None:
-        self.source = source
-
-    def __iter__(self) -> _Iterating:
-        return _Iterating(wrap(self.source()))
-
-
-GRAINS: dict[str, Callable[[], Any]] = {
-    "by index": lambda: DataLoader(own.Drawing(own.SIZE), own.BATCH, shuffle=True, collate_fn=np.stack),
-    "replayed": lambda: lambda: map(np.float64, range(5)),
-    "its own state": own.grain_dataset,
-}
-
-
-@pytest.mark.parametrize("name", GRAINS)
-@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
-def test_grains_own_test_of_checkpoints_passes(name: str) -> None:
-    pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
-    from grain._src.python.testing.experimental import assert_equal_output_after_checkpoint
-
-    assert_equal_output_after_checkpoint(_Iterated(GRAINS[name]))
+# --- loads that draw ---
 
 
 class Rereading(IterableDataset[Any]):
@@ -1263,30 +1170,11 @@ def test_a_source_that_ends_before_its_len_is_refused() -> None:
 
 def test_random_numbers_are_believed_where_no_load_was_tried() -> None:
     def make(collate: Any) -> Loader:
-        return midepoch.wrap(DataLoader(Numbered(), 2, collate_fn=collate), seed=0)
+        return midepoch.wrap(DataLoader(IsTold(), 2, collate_fn=collate), seed=0)
 
     for collate, believed in ((None, False), (lambda batch: batch, True)):  # a lambda cannot be pickled
         loader = make(collate)
-        assert len(list(loader)) == 4
+        assert len(list(loader)) == 7
         answer = loader.capabilities.exact_augmentations
         assert answer
         assert (answer.believed, "no load of a state draws" in answer.reason) == (believed, believed)
-
-
-class Numbered(IterableDataset[int]):
-    """The numbers up to 8, with a state."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < 8:
-            self.at += 1
-            yield self.at - 1
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]

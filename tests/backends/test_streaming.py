@@ -48,6 +48,7 @@ from midepoch.testing import ResumableTests
 from support import forking, witness_sources
 from support import streaming_sources as sources
 from support.sources import flat
+from support.witness_sources import found_in_new_process, state_after
 
 EXAMPLES = ROOT / "examples"
 
@@ -72,10 +73,7 @@ def resumed(state: dict[str, Any], **options: Any) -> Loader:
     return loader
 
 
-@pytest.mark.parametrize(
-    ("drop_last", "num_workers"),
-    [(False, 0), (True, 2), *(pytest.param(*each, marks=pytest.mark.long) for each in ((False, 2), (True, 0)))],
-)
+@pytest.mark.parametrize(("drop_last", "num_workers"), [(False, 0), (True, 2)])
 def test_every_place_of_two_epochs_is_gone_on_from(num_workers: int, drop_last: bool) -> None:
     with make(num_workers=num_workers, drop_last=drop_last) as loader:
         length = len(loader)
@@ -90,19 +88,13 @@ def test_every_place_of_two_epochs_is_gone_on_from(num_workers: int, drop_last: 
         for _ in range(2):
             for _batch in loader:
                 states.append(loader.state_dict())
-    for cut, state in enumerate(states):
+    for cut, state in list(enumerate(states))[1::2]:  # among them an epoch's end
         with resumed(state, num_workers=2 - num_workers, drop_last=drop_last) as loader:
             assert loader.state_dict() == state
             rest = taken(loader) + taken(loader)
             compared = min(len(rest), len(whole) - cut)
             assert rest[:compared] == whole[cut : cut + compared]
             assert compared > 0
-
-
-def test_the_bare_loader_s_order_is_kept() -> None:
-    bare, loader = sources.bare(), make()
-    for _ in range(2):
-        assert taken(loader) == sources.numbers(list(bare))
 
 
 def test_states_are_loaded_in_a_live_process() -> None:
@@ -124,22 +116,8 @@ def test_states_are_loaded_in_a_live_process() -> None:
     assert third not in (first[:1], second[:1])
 
 
-def test_a_batch_size_is_not_guessed() -> None:
-    """The first field of a sample is a text, whose length Streaming would take for the batch's."""
-    bare = sources.bare(batch_size=5)
-    iterator = iter(bare)
-    next(iterator)
-    loader = make(batch_size=5)
-    taken(loader, 1)
-    assert loader.position == 5
-
-
-@pytest.mark.parametrize(
-    "method",
-    ["per_stream", *(pytest.param(each, marks=pytest.mark.long) for each in ("stratified", "device_per_stream"))],
-)
-def test_other_ways_to_make_batches_are_counted_too(method: str) -> None:
-    options = {"batching_method": method, "size": 15}
+def test_other_ways_to_make_batches_are_counted_too() -> None:
+    options = {"batching_method": "per_stream", "size": 15}
     whole = taken(make(**options))
     loader = make(**options)
     assert len(loader) == len(loader.source)  # as the source says: only partitioning the epoch tells
@@ -147,7 +125,7 @@ def test_other_ways_to_make_batches_are_counted_too(method: str) -> None:
         taken_before = make(**options)
         assert taken(taken_before, cut) == whole[:cut]
         assert taken(resumed(taken_before.state_dict(), **options)) == whole[cut:]
-        with pytest.raises(StateMismatchError, match=f"global batch size differs.*{method}.*needs the same"):
+        with pytest.raises(StateMismatchError, match=r"global batch size differs.*per_stream.*needs the same"):
             resumed(taken_before.state_dict(), batch_size=4, **options)
 
 
@@ -214,9 +192,7 @@ def test_a_plain_loader_over_a_streaming_dataset_works_too() -> None:
 
 DRAWS: dict[str, dict[str, Any]] = {
     "samples": {"kind": sources.Drawing},
-    "samples, below": {"kind": sources.DrawingLower},
     "batches": {"loading": {"collate_fn": sources.mix}},
-    "both": {"kind": sources.Drawing, "loading": {"collate_fn": sources.mix}},
     "batches made in another way": {"kind": sources.Drawing, "batching_method": "per_stream", "size": 15},
 }
 
@@ -225,14 +201,7 @@ def drawn(loader: Loader, count: int | None = None) -> list[dict[str, list[Any]]
     return [sources.drawn(batch) for batch in itertools.islice(iter(loader), count)]
 
 
-@pytest.mark.parametrize(
-    "options",
-    # The long ones draw in two of the places in which the others draw.
-    [
-        pytest.param(each, id=name, marks=pytest.mark.long if name in ("samples, below", "both") else ())
-        for name, each in DRAWS.items()
-    ],
-)
+@pytest.mark.parametrize("options", DRAWS.values(), ids=DRAWS)
 def test_what_is_drawn_comes_again_on_any_number_of_workers(options: dict[str, Any]) -> None:
     with make(**options) as loader:
         assert loader.capabilities.exact_augmentations
@@ -247,8 +216,7 @@ def test_what_is_drawn_comes_again_on_any_number_of_workers(options: dict[str, A
             assert [drawn(loader), drawn(loader)] == [epochs[0][cut:], epochs[1]]
 
 
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.long), 2])
-def test_another_batch_size_goes_on_with_the_same_samples(workers: int) -> None:
+def test_another_batch_size_goes_on_with_the_same_samples() -> None:
     def samples(batches: list[dict[str, list[Any]]]) -> list[tuple[int, list[float]]]:
         return [pair for batch in batches for pair in zip(batch["number"], batch["drawn"], strict=True)]
 
@@ -256,7 +224,7 @@ def test_another_batch_size_goes_on_with_the_same_samples(workers: int) -> None:
     for cut, batch_size in ((1, 4), (2, 1), (4, 5)):
         loader = make(kind=sources.Drawing)
         head = drawn(loader, cut)
-        with resumed(loader.state_dict(), kind=sources.Drawing, batch_size=batch_size, num_workers=workers) as loader:
+        with resumed(loader.state_dict(), kind=sources.Drawing, batch_size=batch_size, num_workers=2) as loader:
             assert loader.batches_left == -(-(sources.SIZE - cut * sources.BATCH) // batch_size)
             assert samples(head + drawn(loader)) == whole
             state = loader.state_dict()
@@ -409,13 +377,7 @@ def test_a_dataset_is_read_for_one_loader_at_a_time(num_workers: int) -> None:
             next(one)
 
 
-@pytest.mark.parametrize(
-    ("method", "num_workers"),
-    [
-        ("random", 0), ("per_stream", 2),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in (("random", 2), ("per_stream", 0))),
-    ],
-)
+@pytest.mark.parametrize(("method", "num_workers"), [("random", 0), ("per_stream", 2)])
 def test_a_pass_that_streaming_ends_silently_ends_no_epoch(method: str, num_workers: int) -> None:
     """As it does where a thread that reads ahead fails; some methods leave nobody to know how many batches remain."""
     source = sources.bare(batching_method=method, num_workers=num_workers)
@@ -467,7 +429,6 @@ def test_a_thread_of_streamings_that_failed_is_not_waited_for(then: str) -> None
 def die_once(marker: str, worker: int) -> None:
     if worker == 1 and Path(marker).exists():
         Path(marker).unlink()
-        time.sleep(1)  # the others wait for this one now
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -626,44 +587,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def state_after(batches: int, **arguments: Any) -> tuple[dict[str, Any], list[int]]:
-    """A state, and the labels of the rest of its pass; of the next pass if nothing is left."""
-    with witness_sources.make_streaming(**arguments) as loader:
-        iterator = iter(loader)
-        for _ in range(batches):
-            if next(iterator, None) is None:
-                iterator = iter(loader)
-                next(iterator)
-        state = json.loads(json.dumps(loader.state_dict()))
-        rest = [label for batch in iterator for label in witness_sources.labels_of(batch)]
-        return state, rest or [label for batch in loader for label in witness_sources.labels_of(batch)]
-
-
-def found_in_new_process(
-    tmp_path: Path, state: dict[str, Any], cases: dict[str, tuple[dict[str, Any], str]]
-) -> dict[str, dict[str, Any]]:
-    asked = [{"state": state, "arguments": arguments, "kind": "streaming"} for arguments, _ in cases.values()]
-    modules = ("support.streaming_apart",)
-    return dict(zip(cases, witness_sources.in_new_process(tmp_path, asked, modules), strict=True))
-
-
-def ends(found: dict[str, dict[str, Any]]) -> dict[str, str]:
-    return {name: witness_sources.outcome(each) for name, each in found.items()}
-
-
 PERSIST = "content, workers that persist"
 
 
-@pytest.mark.parametrize(
-    "batches",
-    [3, 12, pytest.param(15, marks=pytest.mark.long)],
-    ids=["in mid-epoch", "at the boundary", "in a later epoch"],
-)
+@pytest.mark.parametrize("batches", [3, 12], ids=["in mid-epoch", "at the boundary"])
 def test_data_that_changed_are_told_in_a_new_process(batches: int, folders: Path, tmp_path: Path) -> None:
     first, changed, copied = (str(folders / name) for name in ("first", "changed", "copied"))
-    state, rest = state_after(batches, local=first)
+    state, rest = state_after("streaming", batches, local=first)
     assert state["witness"].split("/")[1] == "0" and len(state["witness"]) <= LONGEST and len(json.dumps(state)) <= 512
-    cases: dict[str, tuple[dict[str, Any], str]] = {
+    cases: witness_sources.Cases = {
         "nothing": ({"local": first}, "exact"),
         "workers": ({"local": first, "workers": 2}, "exact"),
         "batch size": ({"local": first, "batch": 4}, "exact"),
@@ -676,13 +608,12 @@ def test_data_that_changed_are_told_in_a_new_process(batches: int, folders: Path
         "content, gone on with": ({"local": changed, "options": {"verify": "warn"}}, "told"),
         "content, not looked at": ({"local": changed, "options": {"verify": "off"}}, "exact"),
     }
-    found = found_in_new_process(tmp_path, state, cases)
-    expected = {name: end for name, (_, end) in cases.items()}
-    told, at_boundary = found["content"]["error"], batches == 12
+    found = found_in_new_process(tmp_path, state, cases, "streaming")
+    told, at_boundary, others = found["content"]["error"], batches == 12, dict[str, str]()
     if at_boundary:  # another sample may be meant
-        expected.update({name: "told" for name in expected if name in ("content", "content, workers", PERSIST)})
+        others = dict.fromkeys(("content", "content, workers", PERSIST), "told")
         (told,) = found["content"]["warnings"]
-    assert ends(found) == expected
+    witness_sources.check(found, cases, **others)
     for name in ("nothing", "workers", "batch size", "elsewhere, at other times"):
         assert found[name]["rest"] == rest, name
     assert "the dataset's first sample" in told
@@ -698,10 +629,10 @@ def test_of_data_that_are_downloaded_the_index_is_compared(folders: Path, tmp_pa
     def of(name: str, **arguments: Any) -> dict[str, Any]:
         return {"local": next(caches), "remote": str(folders / name), **arguments}
 
-    plain, _ = state_after(3, **of("first"))
-    hashed, rest = state_after(3, **of("hashed-first"))
-    zipped, _ = state_after(3, **of("zipped-first"))
-    local, _ = state_after(3, local=str(folders / "first"))
+    plain, _ = state_after("streaming", 3, **of("first"))
+    hashed, rest = state_after("streaming", 3, **of("hashed-first"))
+    zipped, _ = state_after("streaming", 3, **of("zipped-first"))
+    local, _ = state_after("streaming", 3, local=str(folders / "first"))
     assert all(state["witness"].startswith("0//") for state in (plain, hashed, zipped))
     cases = [
         (hashed, of("hashed-first"), "exact"),
@@ -721,8 +652,8 @@ def test_of_data_that_are_downloaded_the_index_is_compared(folders: Path, tmp_pa
         (local, of("first"), "told"),
         (local, of("first", options={"verify": "strict"}), "StateMismatchError"),
     ]
-    asked = [{"state": state, "arguments": arguments, "kind": "streaming"} for state, arguments, _ in cases]
-    found = witness_sources.in_new_process(tmp_path, asked, ("support.streaming_apart",))
+    asked = [{"state": state, "arguments": arguments} for state, arguments, _ in cases]
+    found = witness_sources.in_new_process(tmp_path, asked, "streaming")
     assert [witness_sources.outcome(each) for each in found] == [end for *_, end in cases]
     assert found[0]["rest"] == found[1]["rest"] == rest
     assert "cannot be read without a download" in found[-2]["warnings"][0]
@@ -732,11 +663,11 @@ def test_nothing_is_downloaded_for_the_witness(folders: Path, tmp_path: Path) ->
     """The shard of the first sample is gone from the remote. A resume behind it does not miss it."""
     remote = tmp_path / "remote"
     shutil.copytree(folders / "first", remote)
-    state, rest = state_after(6, remote=str(remote), local=str(tmp_path / "before"), shuffle=False)
+    state, rest = state_after("streaming", 6, remote=str(remote), local=str(tmp_path / "before"), shuffle=False)
     (remote / "shard.00000.mds").unlink()
     arguments = {"remote": str(remote), "local": str(tmp_path / "after"), "shuffle": False}
     options = {"verify": "strict"}
-    found = found_in_new_process(tmp_path, state, {"": ({**arguments, "options": options}, "exact")})
+    found = found_in_new_process(tmp_path, state, {"": ({**arguments, "options": options}, "exact")}, "streaming")
     assert found[""]["rest"] == rest and not found[""]["error"] and not found[""]["warnings"]
     assert not (tmp_path / "after" / "shard.00000.mds").exists()
 

@@ -14,20 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import midepoch
 from midepoch import MidepochWarning, SourceError, StateMismatchError, UnsupportedSourceError, World
-from midepoch.testing import check_resumable
 
 wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
 
 
 from support import own_shards as own  # noqa: E402
-from support.webdataset_sources import as_it_is, compress, half_of_them, identify, make_shards  # noqa: E402
+from support.sources import every_place, flat, plain, under_other_seeds  # noqa: E402
+from support.webdataset_sources import as_it_is, compress, make_shards  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -64,37 +62,8 @@ def in_workers(dataset: Any, workers: int, **settings: Any) -> Any:
     return DataLoader(dataset, batch_size=None, num_workers=workers, collate_fn=as_it_is, **settings)
 
 
-def flat(batches: Iterable[Any]) -> list[Any]:
-    return list(itertools.chain.from_iterable(batches))
-
-
-def seed_all(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def check_resumes(make: Callable[[], Any], cuts: Iterable[int], epochs: int = 2) -> list[list[Any]]:
-    """Cut anywhere in some epochs, what is left comes from a new loader, under other global seeds."""
-    seed_all(1)
-    with make() as loader:
-        whole = [list(loader) for _ in range(epochs)]
-    assert all(whole)
-    for cut in cuts:
-        seed_all(cut + 2)
-        with make() as loader:
-            head: list[Any] = []
-            while len(head) < cut:
-                head += itertools.islice(loader, cut - len(head))
-                state = json.loads(json.dumps(loader.state_dict()))
-        seed_all(cut + 102)
-        with make() as other:
-            other.load_state_dict(state)
-            rest: list[Any] = []
-            while len(head) + len(rest) < sum(map(len, whole)):
-                rest += list(other)
-        assert head + rest == flat(whole), cut
-    return whole
+def check_resumes(make: Callable[[], Any], cuts: Iterable[int]) -> list[list[Any]]:
+    return every_place(make, cuts, read=plain)
 
 
 # --- what own stages are ----------------------------------------------------------------------------------------------
@@ -152,7 +121,7 @@ def test_own_lists_of_shards_say_how_they_draw(urls: list[str], kind: str) -> No
     assert list(make(own.RepeatedShards(shards))) == shuffled != list(make(wds.SimpleShardList(shards)))
     drawn = own.DrawnShards(shards, epoch=own.SharedEpoch(2))
     before = drawn.rng.getstate()
-    seed_all(9)
+    under_other_seeds(9)
     given = random.getstate()
     assert list(make(drawn)) == list(make(wds.ResampledShards(shards)))
     assert drawn.rng.getstate() == before and random.getstate() == given
@@ -221,15 +190,6 @@ def test_what_a_list_says_is_checked(urls: list[str], wrong: Any) -> None:
     shards.draws, shards.urls = "once", iter(urls)  # type: ignore[assignment]
     with pytest.raises(UnsupportedSourceError, match=r"Declared shows no list of its shards as .urls: give it one"):
         midepoch.wrap(pipeline(shards))
-
-
-@pytest.mark.parametrize("says", ["once", "with replacement"])
-def test_check_finds_a_list_that_does_not_do_what_it_says(says: str) -> None:
-    report = check_resumable(
-        functools.partial(half_of_them, says), world_sizes=(1,), num_workers=(0,), laws=["transparent"],
-        identify=identify, raise_on_failure=False,
-    )  # fmt: skip
-    assert [verdict.status for verdict in report.verdicts] == ["failed"]
 
 
 def test_an_own_reader_is_refused_with_the_line_to_write(urls: list[str]) -> None:
@@ -392,5 +352,3 @@ def test_the_line_of_a_refusal_is_exact_by_replay(urls: list[str], name: str) ->
     whole = check_resumes(lambda: midepoch.wrap(lambda: make(random.getrandbits(32)), seed=1), (2, 8, 11))
     assert [sorted(number for number, _ in flat(epoch)) for epoch in whole] == [list(range(27))] * 2
     assert whole[0] != whole[1]
-
-

@@ -17,11 +17,18 @@ import midepoch
 from midepoch import StateCorruptError, StateMismatchError
 from midepoch.state.parts import seal_detail
 from support.object_server import nginx
-from support.witness_sources import in_new_process, labels_of, make_webdataset, outcome, write_shards
+from support.witness_sources import (
+    Cases,
+    check,
+    found_in_new_process,
+    labels_of,
+    make_webdataset,
+    state_after,
+    write_shards,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-MODULES = ("webdataset",)
 PLACES = {"in mid-epoch": 4, "at the boundary": 10, "in a later epoch": 13}  # of 10 batches an epoch
 STREAMED = {"in mid-epoch": 4, "at the boundary": 12, "in a later epoch": 15}  # of 12 batches
 
@@ -50,25 +57,8 @@ def urls(folder: Path | str, before: str = "") -> list[str]:
     return [f"{before}{folder}/shard-{shard:04d}.tar" for shard in range(4)]
 
 
-def saved(batches: int, where: list[str], **arguments: Any) -> tuple[dict[str, Any], list[int]]:
-    """The state after so many batches, and the labels of the rest of that pass, or of the next one if there is none."""
-    with make_webdataset(where, **arguments) as loader:
-        iterator = iter(loader)
-        for _ in range(batches):
-            if next(iterator, None) is None:
-                iterator = iter(loader)
-                next(iterator)
-        state = json.loads(json.dumps(loader.state_dict()))
-        rest = [label for batch in iterator for label in labels_of(batch)]
-        return state, rest or [label for batch in loader for label in labels_of(batch)]
-
-
-def asked(state: dict[str, Any], cases: dict[str, tuple[dict[str, Any], str]]) -> list[dict[str, Any]]:
-    return [{"state": state, "arguments": arguments, "kind": "webdataset"} for arguments, _ in cases.values()]
-
-
-def expected(cases: dict[str, tuple[dict[str, Any], str]]) -> dict[str, str]:
-    return {name: end for name, (_, end) in cases.items()}
+def saved(batches: int, where: list[str]) -> tuple[dict[str, Any], list[int]]:
+    return state_after("webdataset", batches, urls=where)
 
 
 # --- indexed ----------------------------------------------------------------------------------------------------------
@@ -79,7 +69,7 @@ def test_shards_that_changed_are_told_in_a_new_process(place: str, folder: Path,
     state, rest = saved(PLACES[place], urls(folder / "first"))
     changed = urls(folder / "changed")
     with nginx(tmp_path / "nginx", folder) as base:
-        cases: dict[str, tuple[dict[str, Any], str]] = {
+        cases: Cases = {
             "nothing": ({"urls": urls(folder / "first")}, "exact"),
             "workers": ({"urls": urls(folder / "first"), "workers": 2}, "exact"),
             "batch size": ({"urls": urls(folder / "first"), "batch": 4}, "exact"),
@@ -98,17 +88,16 @@ def test_shards_that_changed_are_told_in_a_new_process(place: str, folder: Path,
             "order of names": ({"urls": urls(folder / "renamed")}, "StateMismatchError"),
             "order of urls": ({"urls": urls(folder / "first")[::-1]}, "StateMismatchError"),
         }
-        found = dict(zip(cases, in_new_process(tmp_path, asked(state, cases), MODULES), strict=True))
-    ends = expected(cases)
-    if place == "at the boundary":  # the data may be meant to be others from epoch to epoch
-        ends.update({name: "told" for name, end in ends.items() if end.endswith("Error") and "strictly" not in name})
-        ends["order of names"] = ends["order of urls"] = "StateMismatchError"  # by the fingerprint
-    assert {name: outcome(each) for name, each in found.items()} == ends
+        found = found_in_new_process(tmp_path, state, cases, "webdataset")
+    # At the boundary the data may be meant to be others from epoch to epoch; the fingerprint has the order.
+    told = [name for name, (_, end) in cases.items() if name.startswith("content") and end.endswith("Error")]
+    others = {name: "told" for name in told if "strictly" not in name} if place == "at the boundary" else {}
+    check(found, cases, **others)
     for name in ("nothing", "workers", "batch size", "elsewhere, at other times", "on a server"):
         assert found[name]["rest"] == rest, name
     # The message names the sample's place. Nothing of other data is handed out.
-    told = found["content"]["error"] or found["content"]["warnings"][0]
-    assert re.search(r"sample \d+, from byte \d+ of .*changed/shard-000\d\.tar on, is another one", told)
+    said = found["content"]["error"] or found["content"]["warnings"][0]
+    assert re.search(r"sample \d+, from byte \d+ of .*changed/shard-000\d\.tar on, is another one", said)
     if place != "at the boundary":
         assert found["content"]["batches"] == found["content, workers"]["batches"] == 0
     assert len(found["content, gone on with"]["warnings"]) == 1
@@ -166,7 +155,7 @@ def test_streamed_shards_that_changed_are_told_in_a_new_process(place: str, fold
     state, rest = saved(STREAMED[place], urls(folder / "first", "pipe:cat "))
     assert state["witness"] == ""
     changed = urls(folder / "changed", "pipe:cat ")
-    cases: dict[str, tuple[dict[str, Any], str]] = {
+    cases: Cases = {
         "nothing": ({"urls": urls(folder / "first", "pipe:cat ")}, "exact"),
         "workers": ({"urls": urls(folder / "first", "pipe:cat "), "workers": 2}, "exact"),
         "elsewhere": ({"urls": urls(folder / "copied", "pipe:cat ")}, "exact"),
@@ -180,11 +169,10 @@ def test_streamed_shards_that_changed_are_told_in_a_new_process(place: str, fold
         "order of names": ({"urls": urls(folder / "renamed", "pipe:cat ")}, "StateMismatchError"),
         "order of urls": ({"urls": urls(folder / "first", "pipe:cat ")[::-1]}, "StateMismatchError"),
     }
-    found = dict(zip(cases, in_new_process(tmp_path, asked(state, cases), MODULES), strict=True))
-    ends = expected(cases)
-    if place == "at the boundary":  # no stream stands in a shard, so none is known
-        ends.update({name: "exact" for name in cases if name.startswith("content") or name == "order of names"})
-    assert {name: outcome(each) for name, each in found.items()} == ends
+    found = found_in_new_process(tmp_path, state, cases, "webdataset")
+    # At the boundary no stream stands in a shard, so none is known.
+    unknown = [name for name in cases if name.startswith("content") or name == "order of names"]
+    check(found, cases, **(dict.fromkeys(unknown, "exact") if place == "at the boundary" else {}))
     for name in ("nothing", "workers", "elsewhere", "written anew"):
         assert found[name]["rest"] == rest, name
     if place != "at the boundary":

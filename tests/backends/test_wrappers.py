@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import random
 import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch import MidepochWarning, SourceError, World
-from midepoch.testing import LawError, check_resumable
 from support import sources
 from support import wild_sources as wild
 
@@ -33,7 +29,6 @@ SEEN: dict[str, tuple[Callable[..., Any], str]] = {
     "one ahead": (lambda **keywords: wild.OneAhead(loader(**keywords)), "loader"),
     "two ahead": (lambda **keywords: wild.Fetcher(loader(**keywords)), "loader"),
     "all ahead": (lambda **keywords: wild.AllAtOnce(loader(**keywords)), "loader"),
-    "holds one back to the end": (lambda **keywords: wild.CountingAhead(loader(**keywords)), "loader"),
     "a subclass": (lambda **keywords: loader(wild.Doubling, **keywords), ""),
     "works in its collate function": (lambda **keywords: loader(wild.Neighbours, **keywords), ""),
     "keeps its workers": (lambda **keywords: loader(wild.KeepsWorkers, **keywords), ""),
@@ -42,28 +37,13 @@ SEEN: dict[str, tuple[Callable[..., Any], str]] = {
     "one buffer": (lambda **keywords: wild.OneBuffer(loader(**keywords)), "loader"),
     "draws late": (lambda **keywords: wild.DrawingLate(loader(**keywords), 7), "loader"),
     "cannot be copied": (lambda **keywords: wild.Locked(loader(**keywords)), "loader"),
-    "hands attributes on": (lambda **keywords: wild.HandingOn(loader(**keywords)), "loader"),
     "works in a thread": (lambda **keywords: wild.WorksInAThread(loader(**keywords)), "loader"),
 }  # fmt: skip
 seen = pytest.mark.parametrize("name", SEEN)
 
 
-def under_other_seeds(number: int) -> None:
-    random.seed(number), np.random.seed(number), torch.manual_seed(number)
-
-
-def assert_exact_at_every_cut(make: Callable[[], midepoch.Loader], epochs: int = 2) -> list[Any]:
-    with make() as first:
-        states, batches = [first.state_dict()], []
-        for _ in range(epochs):
-            for batch in first:
-                batches.append(sources.plain(batch))
-                states.append(first.state_dict())
-    each = len(batches) // epochs
-    for cut, state in enumerate(states[:-1]):
-        under_other_seeds(cut)
-        assert sources.resumed(make, state) == batches[cut : cut - cut % each + each], cut
-    return batches
+def assert_exact_at_every_cut(make: Callable[[], midepoch.Loader]) -> list[Any]:
+    return sources.flat(sources.every_place(make, read=sources.plain))
 
 
 def declared(name: str, **keywords: Any) -> midepoch.Loader:
@@ -104,7 +84,6 @@ NOT_ONE_FOR_ONE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "two in one": (wild.Pairs, "has handed out 2 batches, and asked for 4 inside"),
     "each twice": (wild.Twice, "has handed out 2 batches, and asked for 1 inside"),
     "looks at one first": (wild.LooksFirst, "begins to iterate the loader inside more than once"),
-    "begins again and again": (wild.ForEver, "begins to iterate the loader inside more than once"),
     "reads in a thread": (wild.InAThread, "in a thread of its own"),
     "keeps some to itself": (wild.Keeping, "has asked for 6 batches inside, and handed out 5"),
     "reads another loader": (lambda inside: wild.Unused(inside, loader()), "handed out 1 batches, and asked for 0"),
@@ -154,24 +133,6 @@ def test_one_that_does_more_later_is_an_error(kind: Any, cut: int) -> None:
     assert len(given) == 4 - cut
 
 
-WRONGLY_DECLARED: dict[str, Callable[[Any], Any]] = {
-    "numbers its batches": wild.Counting,
-    "mixes with the batch before": wild.Mixing,
-    "draws from a generator of each pass": wild.OwnGenerator,
-}
-
-
-def counted(name: str, **keywords: Any) -> midepoch.Loader:
-    return midepoch.wrap(WRONGLY_DECLARED[name](loader(**keywords)), seed=3, inside="loader")
-
-
-@pytest.mark.parametrize("name", WRONGLY_DECLARED)
-@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
-def test_the_laws_find_a_wrong_declaration(name: str) -> None:
-    with pytest.raises(LawError):
-        check_resumable(functools.partial(counted, name), laws=["tail"], world_sizes=(1,), quick=True, options=())
-
-
 def test_a_generator_that_is_made_in_the_first_batch_is_told() -> None:
     around = midepoch.wrap(wild.MakingAGenerator(loader()), seed=3, inside="loader")
     with pytest.warns(MidepochWarning, match=r"has made a random generator \(.*\) while the first batch was read"):
@@ -184,13 +145,8 @@ def test_a_generator_that_is_made_in_the_first_batch_is_told() -> None:
 UNDECLARED: dict[str, Callable[[], Any]] = {
     "on a device": lambda: wild.OnDevice(loader()),
     "hands attributes on": lambda: wild.HandingOn(loader()),
-    "holds one back to the end": lambda: wild.CountingAhead(loader()),
     "numbers its batches": lambda: wild.Counting(loader()),
-    "gives one more": lambda: wild.OneMore(loader()),
     "mixes with the batch before": lambda: wild.Mixing(loader()),
-    "two in one": lambda: wild.Pairs(loader()),
-    "all at once": lambda: wild.AllAtOnce(loader()),
-    "looks at one first": lambda: wild.LooksFirst(loader()),
     "cannot be copied": lambda: wild.Locked(loader()),
     "a stream inside": lambda: wild.OnDevice(DataLoader(sources.Stream(SIZE), BATCH)),
 }
@@ -411,5 +367,3 @@ def test_wrapping_reads_nothing_and_starts_no_thread(monkeypatch: pytest.MonkeyP
     for source, inside in made:
         midepoch.wrap(source, seed=3, inside=inside)
     assert threading.enumerate() == before and not read
-
-

@@ -98,7 +98,7 @@ def _settings(target: str) -> tuple[float, int]:
     import fuzz_files
     import fuzz_states
 
-    found: Any = fuzz_states.TARGETS.get(target) or fuzz_files.TARGETS.get(target) or fuzz_files.Target()
+    found: Any = fuzz_states.TARGETS.get(target) or fuzz_files.TARGETS[target]
     return found.patience, getattr(found, "together", 1 << 62)
 
 
@@ -237,25 +237,6 @@ def _watched(process: subprocess.Popen[bytes], progress: Path, patience: float) 
             return number
 
 
-# --- tables ---
-
-_HEADINGS = (
-    "target", "mutations", "refused", "continued exactly", "wrong", "crashed", "hung", "memory (MiB)", "seconds",
-)  # fmt: skip
-
-
-def table(outcomes: list[dict[str, Any]]) -> str:
-    """Markdown, a row for each target."""
-    lines = [f"| {' | '.join(_HEADINGS)} |", f"|{'---|' * len(_HEADINGS)}"]
-    for each in outcomes:
-        refused = sorted(each["refused"].items(), key=lambda item: -item[1])
-        told = f"{sum(each['refused'].values())}: " + ", ".join(f"{name} {times}" for name, times in refused)
-        cells = [each["target"], each["mutations"], told, each["continued"], len(each["wrong"]), len(each["crashed"])]
-        cells += [len(each["hung"]), each["memory"], each["seconds"]]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", action="append", help="one of --list; may be given often; without it, all")
@@ -265,22 +246,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=int, default=1024, help="mebibytes that a mutation may ask for")
     parser.add_argument("--json", type=Path, help="write the outcomes here, after each target; others' are kept")
-    parser.add_argument("--table", type=Path, help="only print the table of such a file")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.work:
         work(chosen.target[0], chosen.seed, chosen.first, chosen.count, chosen.work, chosen.limit)
-    if chosen.table:
-        print(table(json.loads(chosen.table.read_text())))
-        return 0
     if chosen.list:
         print("\n".join(targets()))
         return 0
     failed = 0
     for target in chosen.target or targets():
         outcome = run(target, chosen.seed, chosen.count, chosen.first, chosen.limit)
-        print(table([outcome.as_json()]).splitlines()[-1], flush=True)
-        print("\n\n".join(outcome.failures))
+        print(json.dumps(outcome.as_json()), "\n\n".join(outcome.failures), flush=True)
         failed += len(outcome.failures)
         if chosen.json:
             before = json.loads(chosen.json.read_text()) if chosen.json.exists() else []

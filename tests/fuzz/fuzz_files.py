@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import random
 import tarfile
 import tempfile
-import time
 import warnings
 import zipfile
 from abc import abstractmethod
@@ -328,34 +326,11 @@ class Betons(FileFuzzer):
         return "continued"
 
 
-class Broken(FileFuzzer):
-    """Does all that must not happen, so that it can be seen to be told."""
-
-    def prepare(self) -> None:
-        self.whole = b"nothing"
-
-    def mutation(self, seed: int, number: int) -> tuple[bytes, str]:
-        return bytes([number]), "nothing"
-
-    def outcome(self, data: bytes, sealed: bool) -> str:
-        number = data[0]
-        if number == 3:
-            os.abort()
-        elif number == 5:
-            time.sleep(60)
-        elif number == 7:
-            np.empty(3 << 30, np.uint8)
-        elif number == 8:
-            raise Wrong("another sample")
-        return "continued"
-
-
 FUZZERS: dict[str, type[FileFuzzer]] = {
     "snapshot files": Snapshots,
     "tar archives": Archives,
     "webdataset index caches": IndexCaches,
     "beton files": Betons,
-    "broken": Broken,
 }
-TARGETS = {name: Target() for name in FUZZERS if name != "broken"}
+TARGETS = dict.fromkeys(FUZZERS, Target())
 TARGETS["beton files"] = Target(60.0, 800)

@@ -62,21 +62,16 @@ def flip_in_text(generator: random.Random, state: State, others: Sequence[State]
     return state
 
 
-def flip_in_number(generator: random.Random, state: State, others: Sequence[State]) -> Any:
-    name = generator.choice(NUMBERS)
-    if type(state.get(name)) is int:
-        state[name] ^= 1 << generator.randrange(generator.choice((4, 8, 64)))
-    return state
-
-
-def nearby_number(generator: random.Random, state: State, others: Sequence[State]) -> Any:
-    """One that could be meant: the next position, the next epoch, the size, another world."""
-    name = generator.choice(("epoch", "position", "position", "position", "seed", "size", "world_size", "batch_size"))
+def another_number(generator: random.Random, state: State, others: Sequence[State]) -> Any:
+    """One bit of it; one that could be meant, such as the next position or another world; a huge or a negative one."""
+    name = generator.choice((*NUMBERS, "position", "position"))
     value, size = state.get(name), state.get("size")
     if type(value) is int:
         near = [value - 1, value + 1, value + generator.randint(-9, 9), 0, 1, generator.randint(0, 24)]
         near += [size, size - 1, size + 1, 2 * size] if type(size) is int else []
-        state[name] = generator.choice(near)
+        huge = generator.choice((1, 2, 8, *HUGE))
+        flipped = value ^ 1 << generator.randrange(generator.choice((4, 8, 64)))
+        state[name] = generator.choice((flipped, *generator.sample(near, 2), huge, -huge))
     return state
 
 
@@ -93,16 +88,6 @@ def place_and_size(generator: random.Random, state: State, others: Sequence[Stat
 
 def other_type(generator: random.Random, state: State, others: Sequence[State]) -> Any:
     state[generator.choice(NUMBERS + TEXTS)] = generator.choice(OTHER_TYPES)()
-    return state
-
-
-def huge_number(generator: random.Random, state: State, others: Sequence[State]) -> Any:
-    state[generator.choice(NUMBERS)] = generator.choice(HUGE)
-    return state
-
-
-def negative_number(generator: random.Random, state: State, others: Sequence[State]) -> Any:
-    state[generator.choice(NUMBERS)] = -generator.choice((1, 2, 8, *HUGE))
     return state
 
 
@@ -194,9 +179,8 @@ def another_container(generator: random.Random, state: State, others: Sequence[S
 
 
 KINDS: tuple[Callable[[random.Random, State, Sequence[State]], Any], ...] = (
-    flip_in_json, flip_in_text, flip_in_number, nearby_number, nearby_number, place_and_size, other_type, huge_number,
-    negative_number, missing_key, extra_key, deep_nesting, edited_text, edited_text, part_of_another, another_adapter,
-    another_container,
+    flip_in_json, flip_in_text, *[another_number] * 5, place_and_size, other_type, missing_key, extra_key, deep_nesting,
+    edited_text, edited_text, part_of_another, another_adapter, another_container,
 )  # fmt: skip
 
 

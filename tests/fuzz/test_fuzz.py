@@ -14,12 +14,8 @@ import json
 import os
 import pickle
 import random
-import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import fuzz
@@ -69,7 +65,7 @@ def test_every_mutation_is_refused_or_continued_exactly(target: str) -> None:
     if LONG or target in SHORT:
         count = 100_000 if target in fuzz_states.TARGETS else 20_000
         outcome = fuzz.run(target, SEED, count if LONG else SHORT[target])
-        print(fuzz.table([outcome.as_json()]))
+        print(outcome.as_json())
         assert not outcome.failures, "\n\n".join(outcome.failures)
         found, refused = outcome.continued, sum(outcome.refused.values())
     else:
@@ -83,23 +79,6 @@ def test_every_mutation_is_refused_or_continued_exactly(target: str) -> None:
         found, refused = outcomes.count("continued"), len(outcomes) - outcomes.count("continued")
     assert refused > found
     assert found or (target in SHORT and not LONG)  # both have been seen, unless there were a dozen
-
-
-@pytest.mark.long  # the same targets as above, with mutations that coverage chooses
-@pytest.mark.timeout(0 if LONG else 120)
-@pytest.mark.parametrize("target", ["tar archives", "webdataset"])
-def test_mutations_led_by_coverage(target: str) -> None:
-    """In a process of its own, which libFuzzer ends."""
-    _skip_without("atheris")
-    _skip_without("webdataset")
-    script = str(Path(__file__).with_name("fuzz_guided.py"))
-    options = ["--target", target, "--minutes", "10" if LONG else "0.05"]
-    done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    refused = "StateCorruptError" if target == "webdataset" else "TarError"
-    assert "continued" in done.stdout and refused in done.stdout
-    runs = re.search(r"Done (\d+) runs", done.stderr)
-    assert runs is not None and int(runs[1]) > 100
 
 
 # --- states go round, whatever carries them ---
@@ -146,17 +125,6 @@ def test_states_round_trip(target: str) -> None:
 # --- the fuzzing itself ---
 
 
-@pytest.mark.long  # of the fuzzing program alone
-def test_crashes_and_hangs_are_told_with_what_repeats_them() -> None:
-    outcome = fuzz.run("broken", 1, 10, patience=2.0)
-    assert (len(outcome.crashed), len(outcome.hung), len(outcome.wrong)) == (1, 1, 2)
-    assert (outcome.mutations, outcome.continued) == (10, 6)
-    assert "--first 3 --count 1" in outcome.crashed[0] and "Fatal Python error: Aborted" in outcome.crashed[0]
-    assert "--first 5 --count 1" in outcome.hung[0]
-    assert "MemoryError" in outcome.wrong[0] and "another sample" in outcome.wrong[1]
-    assert "--target 'broken' --seed 1 --first 8 --count 1" in outcome.wrong[1]
-
-
 def test_a_wrong_continuation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the seal a state that was edited around a part of the source's own goes on elsewhere."""
     monkeypatch.setattr(parts, "_seal_of", lambda *arguments: "00000000")
@@ -181,10 +149,17 @@ def test_a_refusal_that_changes_something_is_seen(monkeypatch: pytest.MonkeyPatc
             loaders.check(1, number)
 
 
+def shown(mutation: tuple[Any, str]) -> str:
+    """As text: what a tensor is pickled to has its storage's address in it."""
+    try:
+        return repr(mutation)
+    except (ValueError, RecursionError):  # of 5,000 digits, or as deep
+        return mutation[1]
+
+
 def test_the_same_number_is_the_same_mutation() -> None:
     states, other = fuzzer("dataloader"), fuzz_states.Fuzzer("dataloader")
-    # As text: what a tensor is pickled to has its storage's address in it.
-    both = ([repr(each.mutation(3, number)) for number in range(20)] for each in (states, other))
+    both = ([shown(each.mutation(3, number)) for number in range(20)] for each in (states, other))
     assert next(both) == next(both)
     kinds = {kind for number in range(2000) for kind in states.mutation(2, number)[1].split(",")[0].split("+")}
     assert kinds >= {kind.__name__ for kind in mutations.KINDS}

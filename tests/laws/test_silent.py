@@ -18,9 +18,6 @@ from torch.utils.data import (
 
 import midepoch
 from midepoch import ResumableSampler, SourceError, World, wrap
-from support import silent_sources, sources
-from support.resuming import Resumed, Saved
-from support.silent_sources import ROWS
 
 
 def numbers(size: int) -> Any:
@@ -107,56 +104,3 @@ def test_a_cyclic_and_a_large_item_are_no_matter_to_a_replay() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(list(wrap(items, seed=0))) == 2
-
-
-# --- sources that are not what they seem, one by one ------------------------------------------------------------------
-#
-# Three more rows are elsewhere: a subclass of a DALI iterator (test_dali_fronts), a mesh (test_world,
-# test_groups_and_meshes_of_real_processes), and sources with a state of their own (test_own_states).
-
-
-@pytest.fixture(scope="module")
-def rows() -> dict[str, tuple[Saved, list[Resumed]]]:
-    """Each row: what this process has saved, and what another has made of it."""
-    names = [name for name, row in ROWS.items() if row.outcome != "refused"]
-    saved = {name: silent_sources.save(name) for name in names}
-    states = {name: each.states for name, each in saved.items()}
-    resumed = sources.in_processes(silent_sources.resume_all, (states, 7))[0]
-    return {name: (saved[name], resumed[name]) for name in names}
-
-
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.outcome != "refused"])
-def test_nothing_is_silent_in_a_new_process(name: str, rows: dict[str, tuple[Saved, list[Resumed]]]) -> None:
-    saved, resumed = rows[name]
-    row = ROWS[name]
-    goes_on = [each.batches == rest for each, rest in zip(resumed, saved.following, strict=True)]
-    assert len(resumed) == 3 and all(saved.following)
-    if row.outcome == "told":
-        assert len(saved.told) == 1 and row.no in saved.no, "before the first state can be used"
-        assert not all(goes_on) or "thread" in name, "it is no false alarm"
-        return
-    if row.outcome == "believed" and "thread" in name and saved.told:
-        return  # two passes may differ, as the threads run
-    assert saved.told == [] and saved.no == []
-    assert (row.outcome == "believed") <= ("exact_augmentations" in saved.believed)
-    if row.outcome == "believed":
-        assert not all(goes_on) or "thread" in name, "midepoch check finds it"
-    elif row.outcome == "exact":
-        assert goes_on == [True] * 3 and not any(each.error or each.told for each in resumed)
-    elif row.outcome == "warned":
-        assert not any(goes_on) and not any(each.error for each in resumed)
-        assert all("not bit for bit" in told for each in resumed for told in each.told)
-        assert all(len(each.told) == 1 for each in resumed)
-    else:
-        words = {"mismatch": "StateMismatchError: sample 0, the first", "chain": "SourceError: the source does not re"}
-        # After a pass of unknown length the state is the next epoch's beginning, which no chain leads to. What a
-        # witness says of the epoch before is at most a warning.
-        within = resumed[::2]
-        assert row.outcome == "chain" or "is another one than when" in resumed[1].told[0]
-        assert all(each.error.startswith(words[row.outcome]) and not each.batches for each in within)
-
-
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.outcome == "refused"])
-def test_what_divides_is_refused_on_every_rank_alike(name: str) -> None:
-    told = sources.in_processes(silent_sources.refusals, (name, 0), (name, 1))
-    assert all("divides its list among ranks" in each and "for one process (" in each for each in told)

@@ -11,11 +11,10 @@ from support import law_sources as sources
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 
-# The short form has each mechanism once: samples by index, in our orders and in a list of somebody's; each tail; whole
-# batches as units; a DataLoader in wrappers; samplers that are driven, in a loader with workers and, by inheritance,
-# without one; lists; replay; streams that divide themselves; a source's own state. The others are long: a Subset, a
-# window and a DistributedSampler are orders, which test_order and test_dataloader try one by one; single samples, a
-# sampler that gives one index a sample, a plain iterable and a stream that is shared out read as one of those does.
+# Each mechanism once: samples by index, in our orders and in a list of somebody's; each tail; whole batches as units; a
+# DataLoader in wrappers; samplers that are driven, in a loader with workers and, by inheritance, without one; lists;
+# replay; streams that divide themselves; a source's own state. Orders are tried one by one in test_order and
+# test_dataloader.
 
 
 class _Sampled(ResumableTests):
@@ -57,19 +56,8 @@ class TestMapLeftAlone(_Sampled):
     shuffled = True
 
 
-@pytest.mark.long
-class TestMapWindowed(_Sampled):
-    make_loader = staticmethod(sources.map_windowed)
-
-
 class TestMapBatchSampler(_Sampled):
     make_loader = staticmethod(sources.map_batch_sampler)
-
-
-@pytest.mark.long
-class TestExposingInLoader(_Sampled):
-    make_loader = staticmethod(sources.exposing_in_loader)
-    shuffled = True
 
 
 class TestExposingGeneratorInLoader(_Sampled):

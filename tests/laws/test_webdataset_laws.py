@@ -21,7 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 class _Pipeline(ResumableTests):
     identify: ClassVar[Any] = staticmethod(sources.identify)
     draws: ClassVar[Any] = staticmethod(sources.draws)
-    # Which samples and which streams a worker reads is the same arithmetic for any number of them.
+    # Which samples and which streams a rank or a worker reads is the same arithmetic for any number of them.
+    world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 3) if CHAOS else (1, 2)
     num_workers: ClassVar[Any] = (0, 1, 2, 3) if CHAOS else (0, 2)
     quick = True
     state_bytes = 512
@@ -58,22 +59,3 @@ class TestPiped(_Pipeline):
     shuffled = False
     world_sizes = (1,)
     state_bytes = 16384
-
-
-# What these forms add to those above has short tests in test_webdataset_own: how stages of the user's own are
-# understood, what is drawn, how many streams there are. Reading and states are the same.
-
-
-@pytest.mark.long
-class TestRefilled(_Pipeline):
-    make_loader = staticmethod(sources.refilled)
-    shuffled = True
-    tail = "uneven"
-    state_bytes = 16384
-
-
-@pytest.mark.long
-class TestWeighted(_Pipeline):
-    make_loader = staticmethod(sources.weighted)
-    identify: ClassVar[Any] = None
-    shuffled = True

@@ -153,16 +153,6 @@ def once() -> Any:
     return iter(range(12))
 
 
-class SometimesEntropy(Dataset[int]):
-    """A few samples, not those that a job looks at, draw from the operating system."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> int:
-        return int.from_bytes(os.urandom(6)) if index % 7 == 5 else index
-
-
 class Entropy(Dataset[tuple[int, int]]):
     """Each sample has its number, and one that the operating system draws."""
 

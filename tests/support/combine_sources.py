@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 import torch
@@ -26,17 +26,6 @@ class Apart(Samples):
         return sample(self.first + index, self.generator)
 
 
-class Endless:
-    """A generator function of unknown length."""
-
-    def __init__(self, size: int, first: int) -> None:
-        self.size, self.first = size, first
-
-    def __call__(self) -> Iterator[torch.Tensor]:
-        for index in range(self.first, self.first + self.size):
-            yield torch.tensor([[index, torch.rand(()).item()]], dtype=torch.float64)
-
-
 def part(
     size: int, first: int, rank: int, world_size: int, num_workers: int, batch_size: int, read_log: str | None
 ) -> Any:
@@ -55,34 +44,22 @@ def identify_short(batch: Any) -> list[int]:
     return identify(batch["short"])
 
 
-def _combined(
-    mode: Any, rank: int, world_size: int, num_workers: int, batch_size: int, seed: int | None, size: int,
-    read_log: str | None, **options: Any,
+def combined(
+    mode: Any, options: dict[str, Any], rank: int = 0, world_size: int = 1, num_workers: int = 0,
+    batch_size: int = BATCH, seed: int | None = SEED, size: int = SHORT, read_log: str | None = None,
 ) -> Any:  # fmt: skip
     where = rank, world_size, num_workers, batch_size, read_log
     parts = {"short": part(size, 0, *where), "long": part(size + LONG - SHORT, FAR, *where)}
+    if mode == "nested":
+        inner = midepoch.combine(parts, "sequential", seed=seed)
+        return midepoch.combine((inner, part(size, 2 * FAR, *where)), "max_size", seed=seed)
     return midepoch.combine(parts, mode, seed=seed, **options)
 
 
-def min_size(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SHORT, read_log: str | None = None,
-) -> Any:  # fmt: skip
-    return _combined("min_size", rank, world_size, num_workers, batch_size, seed, size, read_log)
-
-
-def max_size(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SHORT, read_log: str | None = None,
-) -> Any:  # fmt: skip
-    return _combined("max_size", rank, world_size, num_workers, batch_size, seed, size, read_log)
-
-
-def max_size_cycle(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SHORT, read_log: str | None = None,
-) -> Any:  # fmt: skip
-    return _combined("max_size_cycle", rank, world_size, num_workers, batch_size, seed, size, read_log)
+min_size, max_size, max_size_cycle, nested = (
+    functools.partial(combined, mode, {}) for mode in ("min_size", "max_size", "max_size_cycle", "nested")
+)
+weighted = functools.partial(combined, "weighted", {"weights": {"short": 1, "long": 3}})
 
 
 def sequential(
@@ -93,30 +70,7 @@ def sequential(
         half, world = len(items) // 2, midepoch.World(rank, world_size)
         parts = [midepoch.wrap(each, world=world) for each in (items[:half], items[half:])]
         return midepoch.combine(parts, "sequential")
-    return _combined("sequential", rank, world_size, num_workers, batch_size, seed, size, read_log)
-
-
-def weighted(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SHORT, read_log: str | None = None,
-) -> Any:  # fmt: skip
-    weights = {"short": 1, "long": 3}
-    return _combined("weighted", rank, world_size, num_workers, batch_size, seed, size, read_log, weights=weights)
-
-
-def nested(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SHORT, read_log: str | None = None,
-) -> Any:  # fmt: skip
-    inner = _combined("sequential", rank, world_size, num_workers, batch_size, seed, size, read_log)
-    third = part(size, 2 * FAR, rank, world_size, num_workers, batch_size, read_log)
-    return midepoch.combine((inner, third), "max_size", seed=seed)
-
-
-def of_unknown_length(rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: int = 6) -> Any:
-    world = midepoch.World(rank, world_size)
-    parts = [midepoch.wrap(Endless(length, first), world=world, shard=True) for length, first in ((size, 0), (9, FAR))]
-    return midepoch.combine(parts, "max_size", seed=seed)
+    return combined("sequential", {}, rank, world_size, num_workers, batch_size, seed, size, read_log)
 
 
 def of_own_states(rank: int = 0, world_size: int = 1, size: int = 6) -> Any:

@@ -99,23 +99,11 @@ def native_pipeline(root: str, size: int, reader: str, shards: tuple[int, int], 
 
 
 def native(
-    rank: int = 0,
-    world_size: int = 1,
-    *,
-    root: str = "",
-    batch_size: int = 3,
-    seed: int | None = None,
-    size: int = 18,
-    reader: str = "file",
-    policy: str = "FILL",
-    pipelines: int = 1,
-    kind: str = "generic",
-    auto_reset: bool = False,
-    prepare: bool = True,
-    pipeline: dict[str, Any] | None = None,
-    then: Any = None,
+    rank: int = 0, world_size: int = 1, *, root: str = "", batch_size: int = 3, seed: int | None = None, size: int = 18,
+    reader: str = "file", policy: str = "FILL", pipelines: int = 1, kind: str = "generic",
+    auto_reset: bool = False, prepare: bool = True, pipeline: dict[str, Any] | None = None, then: Any = None,
     **options: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """A native DALI loader. ``options`` go to the reader, ``pipeline`` to the pipeline."""
     options = {"random_shuffle": True, "initial_fill": 7, **options}
     if options.get("shuffle_after_epoch"):
@@ -233,21 +221,10 @@ def sampled_pipeline(root: str, size: int, reader: str, options: dict[str, Any],
 
 
 def sampled(
-    rank: int = 0,
-    world_size: int = 1,
-    *,
-    root: str = "",
-    batch_size: int = 3,
-    seed: int | None = None,
-    size: int = 18,
-    reader: str = "file",
-    tail: Any = None,
-    pipeline: dict[str, Any] | None = None,
-    kind: str = "generic",
-    prepare: bool = True,
-    then: Any = None,
-    **options: Any,
-) -> Any:
+    rank: int = 0, world_size: int = 1, *, root: str = "", batch_size: int = 3, seed: int | None = None, size: int = 18,
+    reader: str = "file", tail: Any = None, pipeline: dict[str, Any] | None = None, kind: str = "generic",
+    prepare: bool = True, then: Any = None, **options: Any,
+) -> Any:  # fmt: skip
     """A loader fed by midepoch. ``options`` go to the reader, ``pipeline`` to the pipeline."""
     options = {"random_shuffle": True, **options}
     made = sampled_pipeline(root, size, reader, options, None, batch_size=batch_size, **(pipeline or {}))

@@ -153,20 +153,10 @@ def shared(pipelines: str, kind: str, order: str, subset: bool, **options: Any) 
 
 
 def load(
-    rank: int = 0,
-    world_size: int = 1,
-    num_workers: int = 1,
-    batch_size: int = BATCH,
-    seed: int = 3,
-    *,
-    pipelines: str = "readme",
-    kind: str = "jpeg",
-    order: str = "random",
-    os_cache: bool = True,
-    drop_last: bool = False,
-    subset: bool = False,
-    tail: Tail | None = None,
-) -> Any:
+    rank: int = 0, world_size: int = 1, num_workers: int = 1, batch_size: int = BATCH, seed: int = 3, *,
+    pipelines: str = "readme", kind: str = "jpeg", order: str = "random", os_cache: bool = True,
+    drop_last: bool = False, subset: bool = False, tail: Tail | None = None,
+) -> Any:  # fmt: skip
     """A wrapped Loader, for the laws."""
     loader = shared(
         pipelines,

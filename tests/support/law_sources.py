@@ -18,13 +18,11 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
-    Subset,
     SubsetRandomSampler,
     get_worker_info,
 )
 
 import midepoch
-from midepoch.order import Windowed
 
 SIZE, BATCH, SEED = 14, 3, 7
 
@@ -155,20 +153,6 @@ def map_shuffled(
     return _wrap(loader, rank, world_size, seed, **options)
 
 
-class InPlace(Sampler[int]):
-    """Shuffles a list of its own, which stays shuffled from pass to pass."""
-
-    def __init__(self, size: int) -> None:
-        self.order = list(range(size))
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[int]:
-        random.shuffle(self.order)
-        return iter(self.order)
-
-
 class Drawing:
     """Works one batch ahead, and writes a number that it draws into a batch's last column."""
 
@@ -210,12 +194,6 @@ class BeginsAgain:
     def __iter__(self) -> Iterator[Any]:
         while True:
             yield from self.sampler
-
-
-def exposing_plain(
-    rank: int = 0, world_size: int = 1, seed: int | None = SEED, size: int = SIZE, read_log: str | None = None
-) -> Any:
-    return _wrap(Exposing(size, read_log), rank, world_size, seed)
 
 
 def inheriting(rank: int = 0, world_size: int = 1, size: int = SIZE, read_log: str | None = None) -> Any:
@@ -289,20 +267,10 @@ def _arguments(kind: str, size: int, read_log: str | None, rank: int, world_size
     replicas: dict[str, Any] = {"num_replicas": world_size, "rank": rank}
     kinds: dict[str, dict[str, Any]] = {
         "sequential": {"dataset": samples, "drop_last": True},
-        "subset": {"dataset": Subset(Samples(size + 2, read_log), range(size)), "shuffle": True},
         "listed": {"dataset": samples, "sampler": SubsetRandomSampler(range(size))},
-        "windowed": {
-            "dataset": samples,
-            "sampler": midepoch.ResumableSampler(size, seed=seed, shuffle=Windowed(size, block_size=2, window=4)),
-        },
-        "distributed": {"dataset": samples, "sampler": DistributedSampler(samples, **replicas)},
         "left alone": {"dataset": samples, "sampler": DistributedSampler(samples, **replicas, seed=seed)},
-        "remembering": {"dataset": samples, "sampler": InPlace(size)},
         "batches": {"dataset": Samples(sum(groups.lengths), read_log), "batch_sampler": groups},
-        "single": {"dataset": samples, "shuffle": True, "batch_size": None},
-        "exposing": {"dataset": Exposing(size, read_log)},
         "exposing by a generator": {"dataset": ExposingGenerator(size, read_log)},
-        "stream": {"dataset": Stream(size)},
         "dividing stream": {"dataset": Stream(size, rank, world_size, divides=True)},
     }
     return kinds.get(kind, {"dataset": samples, "shuffle": True})
@@ -325,16 +293,10 @@ def _of(kind: str, **options: Any) -> Any:
 
 
 map_sequential_drop = _of("sequential", tail="drop")
-map_subset = _of("subset")
 map_uneven = _of("shuffled", tail="uneven")
 map_listed = _of("listed")
-map_windowed = _of("windowed")
-map_distributed = _of("distributed", world=None)
 map_left_alone = functools.partial(_of("left alone", shard=False), batch_size=None)  # None: which no law changes
 map_batch_sampler = functools.partial(_of("batches"), batch_size=None, size=7)
-map_single = functools.partial(_of("single"), batch_size=None)
 map_wrapped = _of("wrapped", inside="loader")
-exposing_in_loader = _of("exposing")
 exposing_generator_in_loader = _of("exposing by a generator")
-stream_in_loader = _of("stream", shard=True)
 dividing_stream_in_loader = functools.partial(_of("dividing stream", shard=False), batch_size=None)

@@ -44,13 +44,9 @@ class DrawnShards(IterableDataset[dict[str, str]]):
     draws = "with replacement"
 
     def __init__(
-        self,
-        urls: list[str],
-        weights: Sequence[float] | None = None,
-        nshards: int = sys.maxsize,
-        deterministic: bool = True,
-        epoch: SharedEpoch | int = -1,
-    ) -> None:
+        self, urls: list[str], weights: Sequence[float] | None = None, nshards: int = sys.maxsize,
+        deterministic: bool = True, epoch: SharedEpoch | int = -1,
+    ) -> None:  # fmt: skip
         self.urls, self.weights, self.nshards = urls, weights, nshards
         self.deterministic, self.epoch, self.rng = deterministic, epoch, random.Random()
 
@@ -81,17 +77,6 @@ class RepeatedShards(IterableDataset[dict[str, str]]):
         while True:
             for url in self.urls:
                 yield {"url": url}
-
-
-class HalfOfThem(IterableDataset[dict[str, str]]):
-    """Every second shard, whatever it says."""
-
-    def __init__(self, urls: list[str], draws: str) -> None:
-        self.urls, self.draws = urls, draws
-
-    def __iter__(self) -> Iterator[dict[str, str]]:
-        for url in self.urls[::2]:
-            yield {"url": url}
 
 
 class EpochShuffle(wds.PipelineStage):  # type: ignore[misc]  # webdataset has no types

@@ -142,38 +142,22 @@ BARE: dict[str, Callable[..., Any]] = {
 # --- wrapped ---
 
 
-def wrapped_torchdata(num_workers: int = 0, seed: int | None = SEED, size: int = SIZE) -> Any:
-    return midepoch.wrap(torchdata(num_workers, seed, size), seed=seed)
+def _wrapped(make: Callable[..., Any], seed: int | None = SEED, size: int = SIZE) -> Any:
+    return midepoch.wrap(make(seed=seed, size=size), seed=seed)
 
 
-def wrapped_datasets_stream(seed: int | None = SEED, size: int = SIZE) -> Any:
-    return midepoch.wrap(datasets_stream(seed, size), seed=seed)
-
-
-def wrapped_datasets_buffered(seed: int | None = SEED, size: int = SIZE) -> Any:
-    return midepoch.wrap(datasets_buffered(seed, size), seed=seed)
-
-
-def wrapped_grain_loader(seed: int | None = SEED, size: int = SIZE) -> Any:
-    return midepoch.wrap(grain_loader(seed, size), seed=seed)
-
-
-def wrapped_grain_dataset(seed: int | None = SEED, size: int = SIZE) -> Any:
-    return midepoch.wrap(grain_dataset(seed, size), seed=seed)
-
-
-def wrapped_litdata_loader(num_workers: int = 0, seed: int | None = SEED, size: int = SIZE) -> Any:
-    return midepoch.wrap(litdata_loader(num_workers, seed, size), seed=seed)
+def _in_workers(make: Callable[..., Any], num_workers: int = 0, seed: int | None = SEED, size: int = SIZE) -> Any:
+    return midepoch.wrap(make(num_workers, seed, size), seed=seed)
 
 
 WRAPPED: dict[str, Callable[..., Any]] = {
-    "torchdata StatefulDataLoader": wrapped_torchdata,
-    "Hugging Face IterableDataset": wrapped_datasets_stream,
-    "Hugging Face IterableDataset with a shuffle buffer": wrapped_datasets_buffered,
-    "Grain DataLoader": wrapped_grain_loader,
-    "Grain IterDataset": wrapped_grain_dataset,
-    "LitData StreamingDataLoader": wrapped_litdata_loader,
+    name: functools.partial(_in_workers if make in (torchdata, litdata_loader) else _wrapped, make)
+    for name, make in BARE.items()
 }
+(
+    wrapped_torchdata, wrapped_datasets_stream, wrapped_datasets_buffered, wrapped_grain_loader, wrapped_grain_dataset,
+    wrapped_litdata_loader,
+) = WRAPPED.values()  # fmt: skip
 
 # --- wrapped, on several ranks ---
 
@@ -225,13 +209,6 @@ class Stream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.given, self.epoch, self.goes_on = state["given"], state["epoch"], True
-
-
-class CountsPasses(Stream):
-    """Its order depends on a count of passes that is not in its state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"given": self.given, "epoch": 0}
 
 
 class StartsOver(Stream):
@@ -354,5 +331,3 @@ TOLD: dict[str, Callable[[], Any]] = {
     ),
 }
 """Each resumes wrongly after its first batch, by a fault of its own: the job's trial finds it."""
-
-

@@ -123,20 +123,10 @@ class ReferenceLoader:
     knows_all_ranks = True
 
     def __init__(
-        self,
-        rank: int = 0,
-        world_size: int = 1,
-        *,
-        num_workers: int = 0,
-        batch_size: int = 3,
-        seed: int | None = None,
-        size: int = 17,
-        read_log: str | None = None,
-        items: Sequence[Any] | None = None,
-        tail: str = "pad",
-        drop_last: bool = False,
-        shuffle: bool = True,
-    ) -> None:
+        self, rank: int = 0, world_size: int = 1, *, num_workers: int = 0, batch_size: int = 3, seed: int | None = None,
+        size: int = 17, read_log: str | None = None, items: Sequence[Any] | None = None, tail: str = "pad",
+        drop_last: bool = False, shuffle: bool = True,
+    ) -> None:  # fmt: skip
         self.rank, self.world_size, self.num_workers = rank, world_size, num_workers
         self.batch_size = 1 if items is not None else batch_size
         self.stated_seed, self.seed = seed, seed or 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -49,22 +50,17 @@ def wrapped(make: Callable[[], Any]) -> Iterator[Any]:
 
 def text_of(batch: Any) -> str:
     """A batch's content, the same in each process."""
-    if isinstance(batch, torch.Tensor):
-        parts = batch.unbind() if batch.is_nested else [batch.to_dense()]
-        return repr([part.tolist() for part in parts])
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return repr(batch.tolist())
     if isinstance(batch, dict):
         return repr({key: text_of(part) for key, part in batch.items()})
-    if isinstance(batch, np.ndarray):
-        return repr(batch.tolist())
-    if isinstance(batch, set | frozenset):
-        return repr(sorted(batch))
     if isinstance(batch, list | tuple):
         return repr([text_of(part) for part in batch])
-    if hasattr(batch, "to_pylist"):
-        return repr(batch.to_pylist())
     if type(batch).__module__.startswith("PIL"):
         return repr(np.asarray(batch).tolist())
-    return f"{type(batch).__name__} {text_of(vars(batch))}" if hasattr(batch, "__dict__") else repr(batch)
+    if hasattr(batch, "__dict__"):
+        return f"{type(batch).__name__} {text_of(vars(batch))}"
+    return re.sub(" at 0x[0-9a-f]+", "", repr(batch))
 
 
 def ours(caught: list[warnings.WarningMessage]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import signal
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.utils.data import (
 
 import midepoch
 from midepoch.loader.loader import Loader
+from midepoch.testing import digest
 from midepoch.testing.pool import Call, shared_pool
 
 # --- what comes out ---
@@ -64,7 +66,7 @@ def heads(make: Callable[[], Loader], count: int) -> tuple[list[Any], dict[str, 
         return taken(loader, count), loader.state_dict()
 
 
-def flat(batches: list[Any]) -> list[Any]:
+def flat(batches: Iterable[Any]) -> list[Any]:
     """The samples of some batches, one after the other."""
     return [sample for batch in batches for sample in batch]
 
@@ -74,6 +76,34 @@ def quiet_resume(make: Callable[[], Loader], state: dict[str, Any]) -> list[Any]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", midepoch.MidepochWarning)
         return resumed(make, state)
+
+
+def under_other_seeds(number: int) -> None:
+    random.seed(number), np.random.seed(number), torch.manual_seed(number)
+
+
+def every_place(
+    make: Callable[[], Any], cuts: Iterable[int] = (), epochs: int = 2, read: Callable[[Any], Any] = digest
+) -> list[list[Any]]:
+    """What so many epochs give. New loaders have continued at each place, or at these numbers of batches."""
+    under_other_seeds(0)
+    with make() as loader:
+        given, states = list[list[Any]](), [(0, loader.state_dict())]
+        for _ in range(epochs):
+            given.append([])
+            for batch in loader:
+                given[-1].append(read(batch))
+                states.append((sum(map(len, given)), loader.state_dict()))
+            states.append((sum(map(len, given)), loader.state_dict()))  # where the length is unknown, of the next epoch
+    whole, chosen = flat(given), set(cuts)
+    for cut, state in states:
+        if not chosen or cut in chosen:
+            under_other_seeds(1000 + cut)
+            with make() as resumed:
+                resumed.load_state_dict(json.loads(json.dumps(state)))
+                rest = (batch for _ in range(epochs + 1) for batch in resumed)
+                assert [read(batch) for batch in itertools.islice(rest, len(whole) - cut)] == whole[cut:], f"at {cut}"
+    return given
 
 
 # --- map-style datasets ---
@@ -224,18 +254,6 @@ class Rejecting(IterableDataset[Any]):
         while index in self.rejected:
             index = next(self.sampler_iter)
         return int(index)
-
-
-class SharingItsSampler(IterableDataset[Any]):
-    """Divides its sampler among the workers itself, as torch's docs teach, though it exposes it."""
-
-    def __init__(self, length: int) -> None:
-        self.sampler = RandomSampler(range(length))
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        return itertools.islice(iter(self.sampler), first, None, step)
 
 
 class Stream(IterableDataset[Any]):

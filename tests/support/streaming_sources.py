@@ -135,13 +135,6 @@ class Drawing(StreamingDataset):
         return {**super().__getitem__(at), "drawn": np.array(drawn)}
 
 
-class DrawingLower(StreamingDataset):
-    """The same in the method below."""
-
-    def get_item(self, sample_id: int, retry: int = 7) -> Any:
-        return {**super().get_item(sample_id, retry), "drawn": torch.rand(2)}
-
-
 def mix(samples: list[Any]) -> Any:
     """A collate_fn that draws for a batch."""
     return {**torch.utils.data.default_collate(samples), "mixed": np.random.rand(3)}

@@ -167,10 +167,6 @@ def a_batch_each(dataset: Any) -> Any:
     return [[index] for index in range(len(dataset))]
 
 
-def listed() -> Any:
-    return [torch.tensor([[index]]) for index in range(SIZE)]
-
-
 def random_with(dataset: Any, **keywords: Any) -> Any:
     seed = keywords.pop("seed", None)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
@@ -206,19 +202,10 @@ class Exposes(IterableDataset[torch.Tensor]):
             yield torch.tensor([index])
 
 
-class Rows:
-    """A generator function; as a class so that processes can be sent one."""
-
-    def __call__(self) -> Iterator[torch.Tensor]:
-        for index in range(SIZE):
-            yield torch.tensor([[index, random.random()]])
-
-
 part = functools.partial
 mapped = part(loader_of, Counting)
 SOUND: dict[str, Make] = {
     "in order": mapped,
-    "shuffled": part(mapped, shuffle=True),
     "shuffled, the last batch left out": part(mapped, shuffle=True, drop_last=True),
     "one sample at a time": part(mapped, shuffle=True, batch_size=None),
     "a batch sampler as sampler": part(mapped, sampler=in_batches, batch_size=None),
@@ -236,7 +223,6 @@ SOUND: dict[str, Make] = {
     "an own sampler that is told the epoch": part(mapped, sampler=part(own, CountsPasses)),
     "an own batch sampler without a length": part(mapped, batches=part(own, sources.Buckets)),
     "an own batch sampler that is a list": part(mapped, batches=a_batch_each),
-    "an iterable that exposes its sampler": part(loader_of, part(Chunks, once)),
     "exposes its sampler, three samples for some": part(loader_of, part(Chunks, sometimes_three)),
     "exposes its sampler, none for some": part(loader_of, part(Chunks, not_each)),
     "exposes its sampler, flushes": part(loader_of, part(Chunks, once, 2)),
@@ -248,7 +234,5 @@ SOUND: dict[str, Make] = {
     "its own iterator": part(wrapped, Restarts, shard=True),
     "its own iterator, in a DataLoader": part(loader_of, RestartsInLoader, shard=True),
     "its own iterator with a state, in a DataLoader": part(loader_of, WithItsState),
-    "a list": part(wrapped, listed),
     "a map-style dataset by itself": part(wrapped, Counting),
-    "a generator function": part(wrapped, Rows, shard=True),
 }

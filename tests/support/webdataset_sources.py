@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 import midepoch
 from support.law_sources import log_read
-from support.own_shards import DrawnShards, HalfOfThem, SharedEpoch
 
 SEED = 7
 
@@ -105,24 +104,13 @@ def stack(samples: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(samples)
 
 
-def not_a_multiple_of_four(sample: dict[str, Any]) -> bool:
-    return int(sample["cls"]) % 4 != 0
-
-
 _UNEQUAL = [4, 0, 5, 1, 3]
 
 
 def indexed(
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    num_workers: int = 0,
-    batch_size: int = 2,
-    seed: int = SEED,
-    read_log: str | None = None,
-    size: int = 13,
-    items: list[Any] | None = None,
-) -> midepoch.StatefulIterable:
+    *, rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = 2, seed: int = SEED,
+    read_log: str | None = None, size: int = 13, items: list[Any] | None = None,
+) -> midepoch.StatefulIterable:  # fmt: skip
     """13 samples in shards of unequal sizes, one of them empty, in a DataLoader."""
     if items is not None:
         return pickled(items, num_workers)
@@ -186,30 +174,15 @@ _EQUAL = [4] * 12
 
 
 def streamed(
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    num_workers: int = 0,
-    batch_size: int = 2,
-    seed: int = SEED,
+    *, rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = 2, seed: int = SEED,
     read_log: str | None = None,
-) -> midepoch.StatefulIterable:
+) -> midepoch.StatefulIterable:  # fmt: skip
     """12 compressed shards; the training loop can bear that some ranks end earlier, though here none does."""
     urls = [url + ".gz" for url in law_shards("streamed", _EQUAL)]
     dataset = wds.WebDataset(urls, shardshuffle=100, nodesplitter=wds.split_by_node).shuffle(10)
     dataset = dataset.map(Reading(read_log)).batched(batch_size, collation_fn=stack)
     loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=num_workers)
     return midepoch.wrap(loader, seed=seed, world=midepoch.World(rank, world_size), tail="uneven")
-
-
-def refilled(
-    *, rank: int = 0, world_size: int = 1, num_workers: int = 0, read_log: str | None = None
-) -> midepoch.StatefulIterable:
-    """Shards that could be indexed, read as streams, so that batches are full although samples are dropped."""
-    dataset = wds.WebDataset(law_shards("streamed", _EQUAL), shardshuffle=100, nodesplitter=wds.split_by_node)
-    dataset = dataset.shuffle(10).select(not_a_multiple_of_four).map(Reading(read_log)).batched(2, collation_fn=stack)
-    loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=num_workers)
-    return midepoch.wrap(loader, seed=SEED, world=midepoch.World(rank, world_size), tail="uneven", refill=True)
 
 
 def piped(*, num_workers: int = 0, read_log: str | None = None) -> midepoch.StatefulIterable:
@@ -225,23 +198,6 @@ def piped(*, num_workers: int = 0, read_log: str | None = None) -> midepoch.Stat
     )
     loader: DataLoader[Any] = DataLoader(pipeline, batch_size=None, num_workers=num_workers)
     return midepoch.wrap(loader, seed=SEED, streams=6)
-
-
-def weighted(
-    *, rank: int = 0, world_size: int = 1, num_workers: int = 0, read_log: str | None = None
-) -> midepoch.StatefulIterable:
-    """Shards of equal sizes that are drawn by weights, so many in an epoch. A sample may come again, as another one."""
-    shards = DrawnShards(law_shards("streamed", _EQUAL), [1, 1, 2, 0.5] * 3, nshards=4, epoch=SharedEpoch())
-    pipeline = wds.DataPipeline(shards, wds.tarfile_samples, wds.map(Reading(read_log)), wds.batched(2, stack))
-    loader: DataLoader[Any] = DataLoader(pipeline, batch_size=None, num_workers=num_workers)
-    return midepoch.wrap(loader, seed=SEED, world=midepoch.World(rank, world_size))
-
-
-def half_of_them(says: str) -> midepoch.StatefulIterable:
-    """A list of shards that does not do what it says."""
-    shards = HalfOfThem(law_shards("indexed", _UNEQUAL), says)
-    pipeline = wds.DataPipeline(shards, wds.tarfile_samples, wds.map(Reading()), wds.batched(1, stack))
-    return midepoch.wrap(pipeline.with_epoch(13), seed=SEED)
 
 
 def encoded(array: np.ndarray[Any, Any]) -> bytes:

@@ -19,6 +19,13 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 # --- samplers without an end ---
 
 
+def rounds(size: int, shuffle: bool, seed: int) -> Iterator[int]:
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    while True:
+        yield from torch.randperm(size, generator=generator).tolist() if shuffle else range(size)
+
+
 class TrainingSampler(Sampler[int]):
     """As samplers for training by iterations: shuffled rounds without an end, which ranks take in turn."""
 
@@ -30,13 +37,7 @@ class TrainingSampler(Sampler[int]):
         yield from itertools.islice(self._rounds(), self._rank, None, self._world_size)
 
     def _rounds(self) -> Iterator[int]:
-        generator = torch.Generator()
-        generator.manual_seed(self._seed)
-        while True:
-            if self._shuffle:
-                yield from torch.randperm(self._size, generator=generator).tolist()
-            else:
-                yield from range(self._size)
+        return rounds(self._size, self._shuffle, self._seed)
 
 
 class Prepared(Sampler[int]):
@@ -47,17 +48,8 @@ class Prepared(Sampler[int]):
         self.dataset, self.shuffle, self.seed, self.size = dataset, shuffle, seed, len(dataset)
         self.indices = self._of_rank()
 
-    def _rounds(self) -> Iterator[int]:
-        generator = torch.Generator()
-        generator.manual_seed(self.seed)
-        while True:
-            if self.shuffle:
-                yield from torch.randperm(self.size, generator=generator).tolist()
-            else:
-                yield from range(self.size)
-
     def _of_rank(self) -> Iterator[int]:
-        yield from itertools.islice(self._rounds(), self.rank, None, self.world_size)
+        yield from itertools.islice(rounds(self.size, self.shuffle, self.seed), self.rank, None, self.world_size)
 
     def __iter__(self) -> Iterator[int]:
         yield from self.indices
@@ -92,48 +84,6 @@ class RepeatFactorTrainingSampler(TrainingSampler):
         while True:
             repeated = [index for index, factor in enumerate(self.factors) for _ in range(factor)]
             yield from (repeated[place] for place in torch.randperm(len(repeated), generator=generator).tolist())
-
-
-class Paired(TrainingSampler):
-    """Neighbours stay together."""
-
-    def _rounds(self) -> Iterator[int]:
-        generator = random.Random(self._seed)
-        while True:
-            firsts = list(range(0, self._size, 2))
-            generator.shuffle(firsts)
-            for first in firsts:
-                yield from range(first, min(first + 2, self._size))
-
-
-class InBlocks(TrainingSampler):
-    """Shuffles eight at a time."""
-
-    def _rounds(self) -> Iterator[int]:
-        generator = random.Random(self._seed)
-        while True:
-            for first in range(0, self._size, 8):
-                block = list(range(first, min(first + 8, self._size)))
-                generator.shuffle(block)
-                yield from block
-
-
-class ShuffledOnce(TrainingSampler):
-    """Its first round alone is shuffled."""
-
-    def _rounds(self) -> Iterator[int]:
-        yield from torch.randperm(self._size, generator=torch.Generator().manual_seed(self._seed)).tolist()
-        while True:
-            yield from range(self._size)
-
-
-class SameRounds(TrainingSampler):
-    """Each round is the first one again."""
-
-    def _rounds(self) -> Iterator[int]:
-        while True:
-            generator = torch.Generator().manual_seed(self._seed)
-            yield from torch.randperm(self._size, generator=generator).tolist()
 
 
 # --- finite samplers ---
@@ -473,49 +423,12 @@ class Calls:
         return self.function(batch)
 
 
-class OwnGenerator(Around):
-    """Draws from a generator that it makes in each pass, for some batches only."""
-
-    def __iter__(self) -> Iterator[Any]:
-        generator = random.Random(0)
-        for batch in self.loader:
-            yield batch + generator.random() if int(batch[0, 0]) % 3 == 0 else batch
-
-
 class OneMore(Around):
     """Gives one more behind the last batch."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from self.loader
         yield torch.zeros(1, 2)
-
-
-class ForEver(Around):
-    """Begins again and again, one ahead."""
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = self.rounds()
-        ahead = next(batches)
-        for batch in batches:
-            yield ahead
-            ahead = batch
-
-    def rounds(self) -> Iterator[Any]:
-        while True:
-            yield from self.loader
-
-
-class CountingAhead(Around):
-    """One ahead, for as many batches as there are in a whole pass."""
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.loader)
-        ahead = next(batches)
-        for _ in range(len(self.loader) - 1):
-            following = next(batches)
-            yield ahead
-            ahead = following
-        yield ahead
 
 
 class Mixing(Around):

@@ -167,6 +167,19 @@ def labels_of(batch: Any) -> list[int]:
 MAKERS: dict[str, Callable[..., Any]] = {"files": make, "webdataset": make_webdataset, "streaming": make_streaming}
 
 
+def state_after(kind: str, batches: int, **arguments: Any) -> tuple[dict[str, Any], list[int]]:
+    """A state, and the labels of the rest of its pass; of the next pass if nothing is left."""
+    with MAKERS[kind](**arguments) as loader:
+        iterator = iter(loader)
+        for _ in range(batches):
+            if next(iterator, None) is None:
+                iterator = iter(loader)
+                next(iterator)
+        state = json.loads(json.dumps(loader.state_dict()))
+        rest = [label for batch in iterator for label in labels_of(batch)]
+        return state, rest or [label for batch in loader for label in labels_of(batch)]
+
+
 # --- in a process that has read nothing yet ---------------------------------------------------------------------------
 
 _opened: list[str] = []
@@ -201,15 +214,31 @@ def resume(state: dict[str, Any], arguments: dict[str, Any], kind: str = "files"
     return {"rest": rest, "error": error, "warnings": told, "batches": batches, "opened": opened}
 
 
-def in_new_process(
-    folder: Path, asked: list[dict[str, Any]], modules: tuple[str, ...] = ()
-) -> list[dict[str, Any]]:
-    """What comes of states in a process that has not read them before, and has imported these modules."""
+MODULES = {"files": (), "webdataset": ("webdataset",), "streaming": ("support.streaming_apart",)}
+Cases = dict[str, tuple[dict[str, Any], str]]
+"""Name -> the arguments of a maker, and what comes of the state."""
+
+
+def in_new_process(folder: Path, asked: list[dict[str, Any]], kind: str = "files") -> list[dict[str, Any]]:
+    """What comes of states in a process that has not read them before."""
     from support import forking
 
-    (folder / "asked.json").write_text(json.dumps(asked))
-    run = forking.run([__file__, folder / "asked.json"], check=True, modules=modules)
+    (folder / "asked.json").write_text(json.dumps([{"kind": kind, **each} for each in asked]))
+    run = forking.run([__file__, folder / "asked.json"], check=True, modules=MODULES[kind])
     return list(json.loads(run.stdout.splitlines()[-1]))
+
+
+def found_in_new_process(folder: Path, state: dict[str, Any], cases: Cases, kind: str) -> dict[str, dict[str, Any]]:
+    """What comes of one state in each case."""
+    asked = [{"state": state, "arguments": arguments} for arguments, _ in cases.values()]
+    return dict(zip(cases, in_new_process(folder, asked, kind), strict=True))
+
+
+def check(found: dict[str, dict[str, Any]], cases: Cases, **others: str) -> None:
+    """That each case has ended as it says, or as `others` do."""
+    assert {name: outcome(each) for name, each in found.items()} == {
+        name: others.get(name, end) for name, (_, end) in cases.items()
+    }
 
 
 def outcome(found: dict[str, Any]) -> str:
@@ -222,4 +251,4 @@ def outcome(found: dict[str, Any]) -> str:
 if __name__ == "__main__":
     sys.addaudithook(_note)
     asked = json.loads(Path(sys.argv[1]).read_text())
-    print(json.dumps([resume(each["state"], each["arguments"], each.get("kind", "files")) for each in asked]))
+    print(json.dumps([resume(**each) for each in asked]))

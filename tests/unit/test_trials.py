@@ -27,7 +27,7 @@ from midepoch.testing.report import Report, Verdict
 from midepoch.testing.standing import stand
 from midepoch.testing.trials import TRIALS, try_promises
 from midepoch.trying import LARGEST_COPY, copy_of
-from support import promise_sources, sources
+from support import said, sources
 
 # --- sources that do not repeat themselves ---
 
@@ -75,7 +75,7 @@ class Entropy(IterableDataset[int]):
 
 
 WANDERING: dict[str, Callable[[], Any]] = {
-    "counts its passes": promise_sources.CountsPasses,
+    "counts its passes": said.SeededAnew,
     "goes on": GoesOn,
     "seeded by the system": Entropy,
     "a generator made late": MakesItsGeneratorLate,
@@ -375,18 +375,18 @@ def tried(make: Callable[..., Any], seconds: float = 30.0) -> tuple[Examination,
     return examination, {verdict.law: verdict for verdict in try_promises(examination, seconds)}
 
 
-@pytest.mark.parametrize("name", promise_sources.SOURCES)
+@pytest.mark.parametrize("name", said.FOUND)
 def test_check_finds_what_a_job_does_not_try(name: str) -> None:
-    _, trial, words = promise_sources.SOURCES[name]
+    trial, words = said.ROWS[name].trial, said.ROWS[name].words
     with warnings.catch_warnings():
         warnings.simplefilter("error", MidepochWarning)
-        with promise_sources.make(name) as loader:
+        with said.make(name) as loader:
             for _ in range(1 if trial == "lists" else 2):
                 for _batch in loader:
                     loader.state_dict()
             promised = loader.capabilities
             assert promised.exact_order and promised.exact_augmentations, "a job finds nothing"
-    examination, verdicts = tried(functools.partial(promise_sources.make, name))
+    examination, verdicts = tried(functools.partial(said.make, name))
     assert verdicts[trial].status == "failed", verdicts
     found = verdicts[trial].error
     assert found is not None and found.law == "honesty"
@@ -401,7 +401,7 @@ def test_check_finds_what_a_job_does_not_try(name: str) -> None:
 
 
 def test_what_check_tries_of_a_sound_loader_is_said_and_how_much() -> None:
-    examination, verdicts = tried(promise_sources.sound)
+    examination, verdicts = tried(said.sound)
     assert list(verdicts) == [trial.name for trial in TRIALS]
     assert {name: verdict.status for name, verdict in verdicts.items()} == {
         "lists": "holds", "samples": "holds", "passes": "holds", "states": "holds", "threads": "not applicable",
@@ -416,10 +416,10 @@ def test_what_check_tries_of_a_sound_loader_is_said_and_how_much() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [promise_sources.own_up_order, promise_sources.own_up_augmentations])
-def test_what_was_not_promised_is_not_held_against_a_loader(make: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("name", ["shuffles seeded anew in each pass", "generators made from entropy"])
+def test_what_was_not_promised_is_not_held_against_a_loader(name: str) -> None:
     """The job has said no already: a shuffle seeded anew in each pass, and a sample that is drawn from the system."""
-    found = {verdict.status for verdict in tried(make)[1].values()}
+    found = {verdict.status for verdict in tried(functools.partial(said.make, name))[1].values()}
     assert "failed" not in found and "not promised" in found
 
 

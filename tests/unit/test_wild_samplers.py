@@ -105,10 +105,6 @@ def test_the_line_that_the_refusal_gives_works(name: str) -> None:
 OF_OTHER_ORDERS: dict[str, Callable[[], Any]] = {
     "with replacement": lambda: wild.Weighted(SIZE),
     "rare samples more often": lambda: wild.RepeatFactorTrainingSampler(SIZE, [2] * SIZE),
-    "the same in each round": lambda: wild.SameRounds(SIZE),
-    "shuffled in its first round": lambda: wild.ShuffledOnce(SIZE),
-    "neighbours together": lambda: wild.Paired(SIZE),
-    "shuffled in blocks": lambda: wild.InBlocks(SIZE),
 }
 
 

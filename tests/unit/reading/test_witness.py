@@ -23,7 +23,7 @@ import midepoch
 from midepoch import MidepochWarning, StateCorruptError, StateMismatchError
 from midepoch.state.digest import checksum_of
 from midepoch.state.witness import LONGEST, SampleSummary, Witness, summary_of
-from support import silent_sources, sources, witness_sources
+from support import said, sources, witness_sources
 from support.witness_sources import SIZE, as_it_is, in_new_process, make, outcome
 
 PLACES = {"in mid-epoch": 3, "at the boundary": 8, "in a later epoch": 11}  # batches of 8 an epoch
@@ -269,7 +269,7 @@ def test_a_witness_of_another_form_is_refused(witness: Any, states: dict[str, di
 # --- promises that reading disproves ----------------------------------------------------------------------------------
 
 
-class PoppedKeys(silent_sources.Popped):
+class PoppedKeys(said.Popped):
     def __getitem__(self, index: int) -> Any:
         return {self.queue.popleft(): 1}
 
@@ -285,7 +285,7 @@ class Cached(sources.Indices):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
-    ("dataset", "order"), [(silent_sources.Popped, False), (PoppedKeys, False), (silent_sources.Entropy, True)]
+    ("dataset", "order"), [(said.Popped, False), (PoppedKeys, False), (said.Entropy, True)]
 )
 def test_an_item_that_is_no_function_of_its_index_is_told(
     dataset: type[Dataset[Any]], order: bool, workers: int
