@@ -53,6 +53,7 @@ _WITHOUT_CLASS = (
 )  # fmt: skip
 _LEFT_OUT = frozenset({"_parameters", "_buffers", "_abc_impl"})  # training and reading move them
 _STANDARD = sys.stdlib_module_names - {"__main__"}
+_CLOSED = _STANDARD | {__name__.partition(".")[0]}  # a source that is a StatefulIterable holds its loader
 _ENTERED = (dict, OrderedDict, defaultdict, functools.partial, types.SimpleNamespace)  # of the standard library
 _PLAIN_BASES = frozenset({"builtins", "abc", "typing", "collections", "enum", "functools", "dataclasses", "types"})
 _MAY_MOVE = _STANDARD - _PLAIN_BASES
@@ -271,7 +272,7 @@ class _Walk:
 @functools.lru_cache(maxsize=4096)
 def _layout(kind: type) -> _Layout:
     classes = [(each, str(_dict(each).get("__module__", "builtins")).partition(".")[0]) for each in _mro(kind)]
-    of_library = classes[0][1] in _STANDARD or issubclass(kind, types.ModuleType)
+    of_library = classes[0][1] in _CLOSED or issubclass(kind, types.ModuleType)
     # An iterator moves as it is read.
     moves = any(module in _MAY_MOVE or "__next__" in _dict(each) for each, module in classes)
     own, slots, programs = None, [], []
@@ -281,7 +282,7 @@ def _layout(kind: type) -> _Layout:
                 own = member
             elif type(member) is types.MemberDescriptorType:
                 slots.append(member)
-        if module not in _STANDARD and module != "torch":
+        if module not in _CLOSED and module != "torch":
             programs.append(each)
     return _Layout(kind not in _ENTERED and (of_library or moves), own, slots, programs)
 
