@@ -143,8 +143,8 @@ def read_ledger(path: Path) -> Ledger:
             if chain[-1]["step"] < until:
                 stretches.append(Stretch(chain[-1]["step"] + 1, until, chain[-1], chain, len(chain) - 1))
 
-    damaged = False
-    for number in (each for part in count["lines"] for each in range(part[0], min(part[1], len(lines) + 1))):
+    damaged, latest = 0, 0  # lines in a row; the step of the last one that is sound
+    for number in (each for a, z in count["lines"] for each in range(a, min(z, max(a, len(lines)) + 2))):
         try:
             values = unseal(lines[number])
             if values.get("run", count["run"]) != count["run"]:
@@ -152,12 +152,16 @@ def read_ledger(path: Path) -> Ledger:
         except (IndexError, ValueError) as error:
             why = "it is missing" if number >= len(lines) else error
             problems += [f"{file}, line {number + 1} is damaged: {why}"] * (not damaged)
-            damaged = True
+            damaged += 1
             continue
         before, name = values.pop("before"), values["loader"]
         if damaged:  # each line says when the one before it was written
-            hold(before, *chains.values())
-            chains, damaged = {}, False
+            hold(before if damaged == 1 else latest, *chains.values())
+            chains, damaged = {}, 0
+        latest = values["step"]
+        if "run" in values and values["start"] not in starts:
+            hold(values["start"], *chains.values())
+            chains = {}
         if name in chains:
             hold(values["step"], chains[name])
         if "run" in values:
@@ -165,6 +169,6 @@ def read_ledger(path: Path) -> Ledger:
             starts.add(values["start"])
         elif name in chains:  # otherwise one before it is damaged, and no more is known until the run is started again
             chains[name].append(Entry({**chains[name][-1], **values}))
-    hold(count["step"] if damaged else end, *chains.values())
+    hold((end, count["step"], latest)[min(damaged, 2)], *chains.values())
     stretches.sort(key=lambda each: (each.first, each.last, each.entry["loader"]))
     return Ledger(newest.path, end, tuple(stretches), tuple(sorted(starts)), tuple(problems))

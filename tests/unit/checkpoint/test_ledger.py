@@ -141,6 +141,31 @@ def test_a_line_for_each_session_and_each_start(tmp_path: Path) -> None:
     assert read_ledger(path).starts == (0, 7, 10)
 
 
+def test_each_snapshot_names_its_own_lines(tmp_path: Path) -> None:
+    """A run that is continued from an older snapshot, and then from a newer one that it had left."""
+    path, seen = tmp_path / "snapshot.pt", Seen()
+
+    def go_on(begin: str, ranks: int, steps: int, end: str) -> Seen:
+        if begin:
+            shutil.copy(tmp_path / begin, path)
+        job = Job(path, shuffled, ranks, dict(seen), seed=1)
+        while job.snapshot.steps < steps:
+            job.step()
+        job.snapshot.save()
+        shutil.copy(path, tmp_path / end)
+        assert told(read_ledger(path)) == job.seen and not read_ledger(path).problems
+        return job.seen
+
+    seen = go_on("", 1, 4, "a")
+    older = dict(seen)
+    seen = newer = go_on("", 2, 9, "b")
+    seen = older
+    go_on("a", 3, 12, "c")
+    seen = newer
+    go_on("b", 1, 14, "d")
+    assert len(read_ledger(path).starts) == 3 and len(lines_of(path)) > 6
+
+
 def test_an_epoch_takes_a_hundred_bytes(tmp_path: Path) -> None:
     loader = midepoch.wrap(shuffled(400), seed=1)
     with Snapshot(tmp_path / "snapshot.pt", every=500, data=loader, ledger=True) as snapshot:
@@ -223,8 +248,11 @@ def test_damage_is_told_with_its_line_and_the_rest_is_used(line: int, known: int
         (problem,) = read_ledger(path).problems
         assert f"{file}, line {line} is damaged" in problem
         assert agrees(path, seen) == known
-    file.write_bytes(b"".join(lines[: line - 1]))
-    assert f"line {line} is damaged: it is missing" in read_ledger(path).problems[0]
+    for rest in ([b"\n", b"\n", *lines[line + 1 :]], []):  # two lines in a row, and all from this one on
+        file.write_bytes(b"".join([*lines[: line - 1], *rest]))
+        assert f"line {line} is damaged" in read_ledger(path).problems[0]
+        assert agrees(path, seen) <= known
+    assert "it is missing" in read_ledger(path).problems[0]
 
 
 def test_another_runs_ledger_is_told(tmp_path: Path) -> None:
@@ -293,7 +321,19 @@ def test_two_loaders_in_turn_and_together(tmp_path: Path) -> None:
     assert found == {"one": [(1, 12, 1)], "two": [(7, 12, 1)]}
 
 
-def test_a_source_that_cannot_be_computed_is_told_at_its_first_step(tmp_path: Path) -> None:
+def test_a_loader_that_a_later_start_does_not_read(tmp_path: Path) -> None:
+    for read in (("one", "two"), ("two",)):
+        loaders = {name: midepoch.wrap(shuffled(), seed=1) for name in ("one", "two")}
+        with Snapshot(tmp_path / "snapshot.pt", ledger=True, signals=(), parts=loaders) as snapshot:
+            snapshot.load()
+            for _ in zip(range(3), *(loaders[name] for name in read), strict=False):
+                snapshot.step()
+            snapshot.save()
+    told_of = [{each.entry["loader"] for each in read_ledger(tmp_path).at(step)} for step in range(1, 7)]
+    assert told_of == [{"one", "two"}] * 3 + [{"two"}] * 3
+
+
+def test_a_source_that_cannot_be_computed_is_told_at_once(tmp_path: Path) -> None:
     def body(snapshot: Snapshot, data: Any) -> None:
         for _ in snapshot.epochs(2):
             for _ in data:
@@ -327,7 +367,7 @@ def test_a_step_of_more_batches_than_are_remembered_is_not_told(tmp_path: Path) 
     assert read_ledger(tmp_path).at(2)[0].entry["unknown"]
 
 
-def test_what_was_finished_out_of_order_is_left_out_after_a_resume(tmp_path: Path) -> None:
+def test_what_was_finished_out_of_order_is_left_out(tmp_path: Path) -> None:
     """Until then, steps are told what was handed out."""
     given: list[list[int]] = []
     for start in range(2):

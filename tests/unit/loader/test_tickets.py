@@ -47,7 +47,7 @@ def resumed(state: Any, **options: Any) -> midepoch.Loader:
     return loader
 
 
-def test_the_state_is_the_frontier_and_what_is_finished_beyond_it() -> None:
+def test_the_state_is_the_frontier_and_what_is_done_beyond_it() -> None:
     loader, _, tickets = begun(5)
     assert (loader.frontier, loader.position) == ((0, 0), 10)
     for step in (3, 1, 0):
