@@ -250,12 +250,13 @@ def loader_after(loader: Any, state: dict[str, Any]) -> Any:
 
 def test_a_pipeline_without_a_seed_takes_midepochs(root: str) -> None:
     @pipeline_def(batch_size=4, num_threads=1, device_id=None)
-    def unseeded() -> Any:
-        label = fn.readers.numpy(file_root=f"{root}/npy", name="Reader", random_shuffle=True, initial_fill=7)
+    def unseeded(rank: int, ranks: int) -> Any:
+        shuffle = {"random_shuffle": True, "initial_fill": 7, "shard_id": rank, "num_shards": ranks}
+        label = fn.readers.numpy(file_root=f"{root}/npy", name="Reader", **shuffle)
         return label, fn.random.uniform()
 
     def make(seed: int | None = None, rank: int = 0, ranks: int = 1) -> Any:
-        iterator = DALIGenericIterator([unseeded()], ["label", "random"], reader_name="Reader")
+        iterator = DALIGenericIterator([unseeded(rank, ranks)], ["label", "random"], reader_name="Reader")
         return midepoch.wrap(iterator, seed=seed, world=World(rank, ranks))
 
     first, same, other = ([content(batch) for batch in make(seed)] for seed in (5, 5, 6))
