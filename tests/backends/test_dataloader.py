@@ -173,10 +173,33 @@ def test_with_shard_false_each_rank_reads_and_draws_its_own() -> None:
         return midepoch.wrap(source, seed=5, shard=False, world=World(rank, 2))
 
     epochs = [sources.every_place(functools.partial(make, rank)) for rank in range(2)]
-    assert epochs[0] != epochs[1] and [len(epoch) for rank in epochs for epoch in rank] == [len(make(0))] * 4
+    assert epochs[0] != epochs[1] and [len(epoch) for rank in epochs for epoch in rank] == [6] * 4
     first = [sources.flat(sources.taken(make(rank, shuffle=False))) for rank in range(2)]
     for one, other in zip(*first, strict=True):
         assert one[0] == other[0] and one[1:] != other[1:]
+
+
+class FailsAtTheEnd(sources.EverySecond):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.size)
+        raise OSError("the list is cut off")
+
+
+def test_with_shard_false_a_list_that_fails_gives_its_full_batches() -> None:
+    source = DataLoader(sources.Indices(10), 4, sampler=FailsAtTheEnd(10))
+    batches = iter(midepoch.wrap(source, seed=5, shard=False, world=World(1, 2)))
+    assert [sources.plain(next(batches)) for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(OSError, match="cut off"):
+        next(batches)
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_sample_that_fills_an_epoch_up_is_the_first_again(batch_size: int | None) -> None:
+    ranks = [
+        sources.taken(midepoch.wrap(DataLoader(sources.Noisy(3), batch_size), seed=5, world=World(rank, 2)))
+        for rank in range(2)
+    ]
+    assert (ranks[1] if batch_size is None else ranks[1][0])[1] == (ranks[0] if batch_size is None else ranks[0][0])[0]
 
 
 def test_a_distributed_sampler_of_another_world_is_refused() -> None:
