@@ -95,8 +95,6 @@ def _index(pipeline: Pipeline, keys: Keys, settings: Mapping[str, Any]) -> Index
     """The index of the pipeline's shards, or the reason why they are streamed."""
     if settings.get("refill"):
         return "refill=True was stated"
-    if pipeline.draws is not None:
-        return "shards are drawn by weights, or so many of them in an epoch"
     opener, cache = pipeline.opener, settings.get("index_cache")
     if isinstance(opener, FileCache) and any(local_path(url) is None for url in pipeline.urls):
         return "remote shards are read through webdataset's own cache of files"

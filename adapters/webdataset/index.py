@@ -92,6 +92,7 @@ class Index:
 
     Attributes:
         shards: those that can be read.
+        kept: their numbers in the list of urls.
         counts: number of samples in each shard.
         firsts: number of the first sample of each shard.
         starts, lengths: int64; where each sample is in its shard.
@@ -99,7 +100,8 @@ class Index:
         checksum: identifies the shards by names, samples and headers.
     """
 
-    def __init__(self, indexes: list[ShardIndex]) -> None:
+    def __init__(self, indexes: list[ShardIndex], kept: list[int]) -> None:
+        self.kept = kept
         none = np.empty(0, np.int64)
         self.shards = [index.shard for index in indexes]
         self.counts = [len(index.starts) for index in indexes]
@@ -317,13 +319,15 @@ def build_index(
         SourceError: a shard cannot be read, and the handler does not continue.
     """
     shards: list[Shard] = []
+    kept: list[int] = []
     with ThreadPoolExecutor(max_workers=_THREADS) as pool:
         found = list(pool.map(_try_locate, urls))
-    for url, place in zip(urls, found, strict=True):
+    for number, (url, place) in enumerate(zip(urls, found, strict=True)):
         if isinstance(place, str):
             return place
         if isinstance(place, Shard):
             shards.append(place)
+            kept.append(number)
             continue
         error = SourceError(f"{url} cannot be opened ({place}): restore it, or leave it out of the urls")
         error.__cause__ = place
@@ -341,7 +345,7 @@ def build_index(
         for index in pool.map(get, shards):  # which cancels the others if one fails
             bar.update(index.shard.size)
             indexes.append(index)
-    return Index(indexes)
+    return Index(indexes, kept)
 
 
 def _try_locate(url: str) -> Shard | str | OSError:

@@ -11,7 +11,7 @@ from midepoch.adapters.webdataset.finish import Finish
 from midepoch.adapters.webdataset.index import Index, Keys
 from midepoch.adapters.webdataset.indexed_reader import IndexedReader, IndexedRequest, order_of
 from midepoch.adapters.webdataset.pipeline import Pipeline
-from midepoch.errors import StateCorruptError
+from midepoch.errors import SourceError, StateCorruptError
 from midepoch.loader import promises
 from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities
@@ -35,7 +35,11 @@ class IndexedAdapter(Adapter):
     def __init__(self, source: Any, options: Options, pipeline: Pipeline, keys: Keys, index: Index) -> None:
         super().__init__(source, options)
         self._pipeline, self._index = pipeline, index
+        if pipeline.draws is not None:
+            pipeline.draws = pipeline.draws.among(index.kept)
         self._order = order_of(pipeline, index.counts)
+        if index.size and not self._order.size:
+            raise SourceError("no shard with a weight above 0 has samples: check the weights and the shards")
         self._limit = pipeline.limit
         self.facts = Facts(
             batch_size=pipeline.batch_size or 1, drop_last=pipeline.drop_last, seed=pipeline.seed,

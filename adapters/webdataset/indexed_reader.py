@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from midepoch.adapters.webdataset.drawn_shards import Drawn
 from midepoch.adapters.webdataset.finish import Answer
 from midepoch.adapters.webdataset.index import Index, Keys
 from midepoch.adapters.webdataset.pipeline import Pipeline, grouped, run_stages
@@ -33,6 +34,8 @@ def order_of(pipeline: Pipeline, counts: list[int]) -> Order:
     """The order that replaces a pipeline's shuffles, over shards with these numbers of samples."""
     size, filled = sum(counts), sum(1 for count in counts if count)
     window = max(_FEWEST_SHARDS, -(-_WIDER * pipeline.buffer * filled // max(size, 1)))
+    if pipeline.draws is not None:
+        return Drawn(tuple(counts), pipeline.draws, window)
     if not pipeline.shuffles:
         return Sequential(size)
     return Shuffled(size) if window >= filled else Windowed(size, tuple(counts), window)
