@@ -427,6 +427,7 @@ def test_what_a_killed_job_leaves_is_in_nobody_s_way(tmp_path: Path) -> None:
         job.stdout.close()
         assert faults.wait_until(lambda left=workers: not any(each.is_running() for each in left), 60)  # type: ignore[misc]
         assert len(list(tmp_path.glob("*.draft"))) <= 1
+        path.with_name("snapshot.pt.0.draft").touch()  # as a kill within a save leaves one
         loader = midepoch.wrap(DataLoader(Slow(), 4), seed=1)
         with Snapshot(path, model=model(), data=loader, signals=()) as snapshot:
             assert snapshot.load() and snapshot.steps > steps
