@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
+import random
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,25 +32,28 @@ def ledger_path(snapshot: Path) -> Path:
 def is_count(value: Any) -> bool:
     """Whether this is what a snapshot says of its ledger, as `Ledger.write` returns it; or None."""
     try:
-        ends = [0, *(end for first, stop in value["lines"] for end in (first, stop))]
-        kinds = {type(value["run"]) is str, *(type(each) is int for each in (value["step"], *ends))}
-        return kinds == {True} and ends == sorted(ends) and value.keys() == {"run", "lines", "step"}
+        ends = [0, *(end for first, stop, _ in value["lines"] for end in (first, stop))]
+        kinds = {type(each) is int for each in (value["step"], *ends, *(start for _, _, start in value["lines"]))}
+        return kinds == {True} and ends == sorted(ends) and value.keys() == {"lines", "step"}
     except (TypeError, KeyError, ValueError):
         return value is None
 
 
-def seal(values: Mapping[str, Any]) -> str:
-    """A line of a ledger: JSON, whose last key is the CRC-32 of the JSON without it."""
+def seal(values: Mapping[str, Any], start: int) -> str:
+    """A line of a ledger: JSON, whose last key is the CRC-32 of the JSON without it, begun with the number of a start.
+
+    So the lines of two runs that went on from one snapshot are not taken for each other.
+    """
     text = json.dumps(values, separators=(",", ":"))
-    return f'{text[:-1]},"crc":"{zlib.crc32(text.encode()):08x}"}}\n'
+    return f'{text[:-1]},"crc":"{zlib.crc32(text.encode(), start):08x}"}}\n'
 
 
-def unseal(line: bytes) -> dict[str, Any]:
-    """What a line says. Raises ValueError if it is damaged."""
+def unseal(line: bytes, start: int) -> dict[str, Any]:
+    """What a line of a start says. Raises ValueError if it is damaged, or another start's."""
     text, _, crc = line.rpartition(b',"crc":"')
-    values = json.loads(text + b"}") if crc == b'%08x"}' % zlib.crc32(text + b"}") else None
+    values = json.loads(text + b"}") if crc == b'%08x"}' % zlib.crc32(text + b"}", start) else None
     if not isinstance(values, dict):
-        raise ValueError("its CRC is another one")
+        raise ValueError("it has another CRC, or is another run's")
     return values
 
 
@@ -125,14 +128,17 @@ class Ledger:
 
     def begin(self, count: dict[str, Any] | None, step: int) -> None:
         """The run was started. `count`: what the loaded snapshot says of the ledger; None if nothing."""
-        self._count: dict[str, Any] = {"run": uuid.uuid4().hex[:12], "lines": [], "step": step} | (count or {})
+        self._count: dict[str, Any] = count or {"lines": [], "step": step}
+        self._number = random.SystemRandom().getrandbits(32)  # of this start
         self._start, self._last = step, self._count["step"]
         self._courses: dict[str, _Course] = {}
         self._pending: list[str] = []
-        self._bytes: int | None = None  # of the file, as this start has left it
+        self._bytes: int | None = None  # of the file, as this start has left it, and
+        self._lines = 0  # its lines
 
     def look(self, loaders: Mapping[str, Loader], steps: int, in_flight: int, body: Body | None) -> None:
         """See what the step took that was just counted. `in_flight`: as `Snapshot.step` has it."""
+        still_read = {name for name, loader in loaders.items() if loader._progress.latest() is not None}
         for name, loader in loaders.items():
             course, progress = self._courses.setdefault(name, _Course()), loader._progress
             if "unknown" in course.line:
@@ -140,13 +146,13 @@ class Ledger:
             ahead = in_flight if body is None or not in_flight else body.in_flight_of(name, in_flight)
             history = progress.history
             reading, done = _trained_on(history, ahead)
-            forgotten = len(history) == history.maxlen and all(each is not course.reading for each, _, _ in history)
+            is_new = reading is not None and reading is not course.reading and len(history) == history.maxlen
+            forgotten = is_new and all(each is not course.reading for each, _, _ in history)
             lines = [{"begins": course.begins, **described(loader, each)} for each in course.later(history, reading)]
             if lines and forgotten and steps - 1 > self._start:
                 lines = [{"unknown": f"step {steps} took more batches than are remembered"}]
-            is_open = reading in (progress.reading, progress.spent) and progress.latest() is not None
             # Otherwise it was read between two steps, and left: a validation.
-            trained = is_open or ahead > 0 or len(loaders) == 1 or not lines
+            trained = name in still_read or not still_read or ahead > 0 or not lines
             number = course.begins + done if reading is course.reading and reading is not None else course.number
             each = max(0, number - course.number) if trained else 0
             if (lines and trained) or each != course.line.get("each", 0):
@@ -160,19 +166,19 @@ class Ledger:
                 f"the ledger does not say which samples {name} gives, because {values['unknown']}; trace will say so "
                 "too"
             )
-        values = {"run": self._count["run"], "start": self._start, **values}
+        values = {"start": self._start, **values}
         new = {key: value for key, value in values.items() if course.line.get(key, ...) != value}
         course.line |= values
         # With the step of the line before, a damaged line leaves it known until when the one before it held.
-        self._pending.append(seal({"loader": name, "step": step, **new, "before": self._last}))
+        self._pending.append(seal({"loader": name, "step": step, **new, "before": self._last}, self._number))
         self._last = step
 
     def write(self) -> dict[str, Any]:
         """Write and sync what is new.
 
         Returns:
-            What the snapshot that is about to be saved says of the ledger: the `run`, the `lines` of the file that are
-            its own, as [first, after the last], and the `step` of the last of them.
+            What the snapshot that is about to be saved says of the ledger: the `lines` of the file that are its own, as
+            [first, after the last, the number of the start that wrote them], and the `step` of the last of them.
 
         Raises:
             OSError: it cannot be written.
@@ -180,17 +186,23 @@ class Ledger:
         if self._pending:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.touch()
+            lines = self._count["lines"]
             with self._path.open("r+b") as file:
-                known = file.read(self._bytes)
-                self._bytes = known.rfind(b"\n") + 1  # a process that was killed may have left a part of a line
+                if self._bytes is None:
+                    known = file.read()
+                    self._bytes = known.rfind(b"\n") + 1  # a process that was killed may have left a part of a line
+                    self._lines = known.count(b"\n")
+                if (missing := max(0, (lines[-1][1] if lines else 0) - self._lines)):
+                    warn(f"{self._path} has lost {missing} lines, so trace cannot tell their steps: restore the file")
                 file.truncate(self._bytes)
                 file.seek(self._bytes)
-                file.write("".join(self._pending).encode())
+                file.write(b"\n" * missing + "".join(self._pending).encode())
                 file.flush()
                 os.fsync(file.fileno())
                 self._bytes = file.tell()
-            begin, lines = known.count(b"\n"), self._count["lines"]
-            *others, (first, _) = lines if lines and lines[-1][1] == begin else [*lines, (begin, begin)]
-            self._count |= {"lines": [*others, [first, begin + len(self._pending)]], "step": self._last}
+            begin = self._lines + missing
+            self._lines = begin + len(self._pending)
+            *others, (first, _, _) = lines if lines and lines[-1][2] == self._number else [*lines, (begin, begin, 0)]
+            self._count = {"lines": [*others, [first, self._lines, self._number]], "step": self._last}
             self._pending.clear()
         return self._count

@@ -300,6 +300,7 @@ class Streams:
             notes: `drew` is to tell of each sample.
         """
         missed = _NONE
+        is_counted = self.first or notes  # a sample that is looked at is no batch
         while True:
             start = self._enter(self._used if self._known else _ALL, notes or not self._known or bool(missed))
             try:
@@ -316,13 +317,13 @@ class Streams:
                 used, missed = self._leave()
                 if before and not before & used:
                     self.kept = True
-                is_first = self.first
-                if not (missed or (is_first and self.made_late())):
-                    if is_first or notes:  # a sample that is looked at is no batch
+                if not (missed or (self.first and self.made_late())):
+                    if is_counted:
                         return batch
                     self._until_look -= 1
                     if self._until_look or not self._look_again():
                         return batch
+                    is_counted = True
             if again is not None:
                 call = again()
 

@@ -233,14 +233,14 @@ class DrivenReader(UnitReader):
             draws = (1,) * len(self._paths)
             if not driven.size(draws, seed, 0):
                 return draws
-            raise self._error("gave no sample, and its samplers have indices") from None
+            raise self._error("gave no sample where its samplers have indices, or takes one in its __iter__") from None
         except Deviation as deviation:
             raise self._error(str(deviation)) from None
         self._counted, draws = True, tuple(sampler.drawn for sampler in source.samplers)
         if not any(draws):
             raise self._error("drew no index for its first sample from the samplers that it exposes")
         size = driven.size(draws, seed, 0)
-        if (stated := length_of(self.dataset)) not in (None, size):
+        if driven.ends(draws) and (stated := length_of(self.dataset)) not in (None, size):
             raise UnsupportedSourceError(
                 f"{type(self.dataset).__name__} has a len() of {stated}, and its samplers are enough for {size} "
                 "samples: correct its __len__, or wrap a function that reads it, as in midepoch.wrap(lambda: "
@@ -333,8 +333,9 @@ class DrivenReader(UnitReader):
                 "dataset that it was saved with, or start over"
             )
         return (SourceError if saved else UnsupportedSourceError)(
-            f"{name} {why}, so its samples cannot be jumped to. Pass shard=True to midepoch.wrap: every process reads "
-            "all of it and keeps its part, and a resume reads the epoch again; or shard=False if it divides itself"
+            f"{name} {why}, so its samples cannot be jumped to. Pass shard=True to midepoch.wrap in a new run: every "
+            "process reads all of it and keeps its part, and a resume reads the epoch again; or shard=False if it "
+            "divides itself"
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -327,7 +327,8 @@ def _starting(loader: DataLoader[Any]) -> Iterator[None]:
         raise
     finally:
         for process in set(multiprocessing.active_children()) - others if signals_in_hand else ():
-            end_by_kill(process)
+            if process.daemon:  # as torch's are: another thread may have started one of its own
+                end_by_kill(process)
         if before is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,18 +18,17 @@ __all__ = ["Entry", "Ledger", "Stretch", "read_ledger"]
 
 
 class Entry(dict[str, Any]):
-    """A line of a ledger, with what its loader's lines before it have said: docs/format.md lists the keys.
+    """A line of a ledger, with what its loader's lines before it have said: docs/format.md lists the keys."""
 
-    Attributes:
-        skipped, holes: what its epoch leaves out; and what was finished before its session, too.
-    """
+    @functools.cached_property
+    def skipped(self) -> Holes:
+        """What its epoch leaves out."""
+        return parse_omit(self["omit"], self["epoch"])[0].get(self["epoch"], Holes())
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        epoch = self.get("epoch", 0)
-        skips, done = parse_omit(self.get("omit", ""), epoch)
-        self.skipped = skips.get(epoch, Holes())
-        self.holes = Holes([*self.skipped, *done])
+    @functools.cached_property
+    def holes(self) -> Holes:
+        """The same, and what was finished before its session, too."""
+        return Holes([*self.skipped, *parse_omit(self["omit"], self["epoch"])[1]])
 
     def share(self, rank: int = 0) -> Share:
         """A rank's batches in the session, in places (`midepoch.order.holes`)."""
@@ -129,7 +128,8 @@ def read_ledger(path: Path) -> Ledger:
     count, end = content.get("ledger"), content["steps"]
     if count is None or not is_count(count):
         raise SnapshotError(f"{newest.path} has no ledger: it was saved without Snapshot(..., ledger=True)")
-    file, problems = ledger_path(path), list(newest.damaged)
+    kept = path.suffix[1:].isdigit() and not ledger_path(path).exists()  # an older one, as snapshot.pt.2
+    file, problems = ledger_path(path.with_suffix("") if kept else path), list(newest.damaged)
     try:
         lines = file.read_bytes().split(b"\n")[:-1] if count["lines"] else []
     except OSError as error:
@@ -144,11 +144,10 @@ def read_ledger(path: Path) -> Ledger:
                 stretches.append(Stretch(chain[-1]["step"] + 1, until, chain[-1], chain, len(chain) - 1))
 
     damaged, latest = 0, 0  # lines in a row; the step of the last one that is sound
-    for number in (each for a, z in count["lines"] for each in range(a, min(z, max(a, len(lines)) + 2))):
+    named = ((each, start) for a, z, start in count["lines"] for each in range(a, min(z, max(a, len(lines)) + 2)))
+    for number, start in named:
         try:
-            values = unseal(lines[number])
-            if values.get("run", count["run"]) != count["run"]:
-                raise ValueError("it is another run's")
+            values = unseal(lines[number], start)
         except (IndexError, ValueError) as error:
             why = "it is missing" if number >= len(lines) else error
             problems += [f"{file}, line {number + 1} is damaged: {why}"] * (not damaged)
@@ -159,12 +158,12 @@ def read_ledger(path: Path) -> Ledger:
             hold(before if damaged == 1 else latest, *chains.values())
             chains, damaged = {}, 0
         latest = values["step"]
-        if "run" in values and values["start"] not in starts:
+        if "start" in values and values["start"] not in starts:
             hold(values["start"], *chains.values())
             chains = {}
         if name in chains:
             hold(values["step"], chains[name])
-        if "run" in values:
+        if "start" in values:
             chains[name] = [Entry(values)]
             starts.add(values["start"])
         elif name in chains:  # otherwise one before it is damaged, and no more is known until the run is started again

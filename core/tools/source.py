@@ -35,6 +35,7 @@ class Source:
 
     def __init__(self, target: str) -> None:
         self._target, self._make = target, find_target(target)
+        self._listed: tuple[Any, list[list[Any]]] = (), []  # of the latest session
 
     def _made(self, entry: Entry, rank: int) -> Loader:
         """The loader, as a rank of the run had it."""
@@ -85,6 +86,11 @@ class Source:
         Raises:
             MidepochError: the run had another source, or its samples have no indices.
         """
+        if self._listed[0] is not entry:
+            self._listed = entry, self._list(entry)
+        return self._listed[1]
+
+    def _list(self, entry: Entry) -> list[list[Any]]:
         with self._open(entry, 0)[0] as loader:
             if (order := loader._adapter.facts.order) is not None:
                 epoch = order.epoch(entry["seed"], entry["epoch"])

@@ -24,7 +24,7 @@ __all__ = ["Answer", "as_text", "at_step", "given_to", "trace"]
 
 Answer = dict[str, Any]
 
-_INNER = ("run", "start", "step", "batch", "begins", "first", "last")
+_INNER = ("start", "step", "batch", "begins", "first", "last")
 
 
 def trace(

@@ -185,7 +185,7 @@ class FailsAtTheEnd(sources.EverySecond):
         raise OSError("the list is cut off")
 
 
-def test_with_shard_false_a_list_that_fails_gives_its_full_batches() -> None:
+def test_a_list_of_a_rank_that_fails_gives_its_full_batches() -> None:
     source = DataLoader(sources.Indices(10), 4, sampler=FailsAtTheEnd(10))
     batches = iter(midepoch.wrap(source, seed=5, shard=False, world=World(1, 2)))
     assert [sources.plain(next(batches)) for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -15,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from torch.utils.data import DataLoader, Dataset
 
 import midepoch
-from midepoch import Snapshot, SnapshotError
+from midepoch import MidepochWarning, Snapshot, SnapshotError
 from midepoch.checkpoint.files import SnapshotFile
-from midepoch.checkpoint.ledger import ledger_path, unseal
+from midepoch.checkpoint.ledger import ledger_path
 from midepoch.tools.ledgers import read_ledger
 from support.ledger_jobs import Job, Seen, sights, told
 
@@ -129,7 +130,7 @@ def three_starts(path: Path) -> Seen:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [unseal(each) for each in ledger_path(path).read_bytes().splitlines()]
+    return [json.loads(each) for each in ledger_path(path).read_bytes().splitlines()]
 
 
 def test_a_line_for_each_session_and_each_start(tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_an_epoch_takes_a_hundred_bytes(tmp_path: Path) -> None:
     assert snapshot.steps == 2000
     assert ledger_path(snapshot.path).stat().st_size < 2500
     assert [line.keys() for line in lines_of(snapshot.path)][19] == {
-        "loader", "step", "batch", "begins", "epoch", "before"
+        "loader", "step", "batch", "begins", "epoch", "before", "crc"
     }  # fmt: skip
 
 
@@ -259,16 +260,66 @@ def test_another_runs_ledger_is_told(tmp_path: Path) -> None:
     for run in "ab":
         three_starts(tmp_path / run / "snapshot.pt")
     shutil.copy(ledger_path(tmp_path / "b" / "snapshot.pt"), ledger_path(tmp_path / "a" / "snapshot.pt"))
-    with pytest.raises(SnapshotError, match=r"does not say what step 3 .*line 1 is damaged: it is another run's"):
+    with pytest.raises(SnapshotError, match=r"does not say what step 3 .*line 1 is damaged: it has another CRC"):
         read_ledger(tmp_path / "a").at(3)
     ledger_path(tmp_path / "a" / "snapshot.pt").unlink()
     with pytest.raises(SnapshotError, match=r"does not say what step 3 .*cannot be read"):
         read_ledger(tmp_path / "a" / "snapshot.pt").at(3)
 
 
+@pytest.mark.parametrize("kept", [None, 0, 1, 3])
+def test_a_run_goes_on_where_its_ledger_has_lost_lines(kept: int | None, tmp_path: Path) -> None:
+    """The file is gone, as where a snapshot was moved alone, or has so many lines."""
+    path = tmp_path / "snapshot.pt"
+    seen, file = three_starts(path), ledger_path(path)
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.unlink()
+    if kept is not None:
+        file.write_bytes(b"".join(lines[:kept]))
+    job = Job(path, shuffled, 1, seen, seed=1)
+    job.step()
+    with pytest.warns(MidepochWarning, match=f"has lost {len(lines) - (kept or 0)} lines"):
+        job.snapshot.save()
+    for _ in range(5):
+        job.step()
+        job.snapshot.save()
+    job = Job(path, shuffled, 1, seen, seed=1)
+    assert job.snapshot.steps == 20
+    assert agrees(path, seen) >= 6
+    assert told(read_ledger(path), only=20)[20] == seen[20]
+
+
+def test_two_runs_that_went_on_from_one_snapshot(tmp_path: Path) -> None:
+    """Each has lines in the other's places."""
+    seen: dict[str, Seen] = {}
+    three_starts(tmp_path / "a" / "snapshot.pt")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for ranks, name in enumerate("ab", 1):
+        seen[name] = {}
+        job = Job(tmp_path / name / "snapshot.pt", shuffled, ranks, seen[name], seed=1)
+        for _ in range(4):
+            job.step()
+        job.snapshot.save()
+    shutil.copy(tmp_path / "b" / "snapshot.pt.ledger", tmp_path / "a")
+    ledger = read_ledger(tmp_path / "a")
+    assert "it has another CRC, or is another run's" in ledger.problems[0]
+    for step in range(15, 19):
+        with pytest.raises(SnapshotError, match=f"does not say what step {step}"):
+            ledger.at(step)
+
+
+def test_a_start_without_a_ledger_says_that_it_ends(tmp_path: Path) -> None:
+    three_starts(tmp_path / "snapshot.pt")
+    with (
+        Snapshot(tmp_path / "snapshot.pt", data=midepoch.wrap(shuffled(), seed=1), signals=()) as snapshot,
+        pytest.warns(MidepochWarning, match=r"the ledger of .* ends here: pass ledger=True"),
+    ):
+        snapshot.load()
+
+
 def test_a_snapshot_that_says_nonsense_of_its_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path / "snapshot.pt", shuffled, 1, {}, seed=1)
-    said: list[Any] = [{"run": "a"}, {"run": "a", "step": 0, "lines": [[2, 1]]}, {"run": 1, "step": 0, "lines": []}, []]
+    said: list[Any] = [{"step": 0}, {"step": 0, "lines": [[2, 1, 0]]}, {"step": "0", "lines": []}, {"lines": [[0]]}, []]
     for count in said:
         monkeypatch.setattr(job.snapshot._ledger, "write", lambda: count)  # noqa: B023  # called at once
         job.snapshot.save()
@@ -292,6 +343,20 @@ def trained(path: Path, body: Callable[..., None], **loaders: Any) -> dict[str, 
         first = known.pop()[0] if known and known[-1][1:] == (stretch.first - 1, each) else stretch.first
         known.append((first, stretch.last, each))
     return found
+
+
+@pytest.mark.parametrize(("together", "found"), [(4, [(1, 1, 4), (2, 2, 2)]), (8, [(1, 1, 6)])])
+def test_a_step_after_the_pass_took_the_rest_of_it(together: int, found: Any, tmp_path: Path) -> None:
+    """As the last one of accumulated gradients."""
+
+    def body(snapshot: Snapshot, data: Any, validation: Any) -> None:
+        for number, _ in enumerate(data, 1):
+            if number % together == 0:
+                snapshot.step()
+        snapshot.step()
+
+    loaders = {name: midepoch.wrap(shuffled(), seed=1) for name in ("data", "validation")}
+    assert trained(tmp_path / "snapshot.pt", body, **loaders)["data"] == found
 
 
 def test_what_is_validated_with_is_not_trained_on(tmp_path: Path) -> None:

@@ -392,6 +392,32 @@ class NeedsItLater(sources.Indices):
         return index, self.rng.random() if hasattr(self, "rng") else 0.0
 
 
+class NeedsTwo(sources.Indices):
+    """Makes a generator in its first batch, and another one in its fourth."""
+
+    def __getitem__(self, index: int) -> Any:
+        for name, needed in (("one", True), ("two", index >= 6)):
+            if needed and not hasattr(self, name):
+                setattr(self, name, random.Random(5))
+        return index, self.one.random(), self.two.random() if index >= 6 else 0.0
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("verify", ["off", "sample"])
+def test_generators_that_the_first_four_batches_make_are_seeded(verify: Any) -> None:
+    def made() -> Loader:
+        return midepoch.wrap(DataLoader(NeedsTwo(12), 2), seed=0, verify=verify)
+
+    with made() as loader:
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        state, rest = loader.state_dict(), list(batches)
+    with made() as resumed:
+        resumed.load_state_dict(state)
+        assert repr(list(resumed)) == repr(rest)
+
+
 def test_a_generator_made_in_a_later_pass_is_warned_of_once() -> None:
     dataset = NeedsItLater(12)
     loader = midepoch.wrap(DataLoader(dataset, 2), seed=0)
