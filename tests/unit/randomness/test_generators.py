@@ -395,6 +395,9 @@ class NeedsItLater(sources.Indices):
 class NeedsTwo(sources.Indices):
     """Makes a generator in its first batch, and another one in its fourth."""
 
+    one: random.Random
+    two: random.Random
+
     def __getitem__(self, index: int) -> Any:
         for name, needed in (("one", True), ("two", index >= 6)):
             if needed and not hasattr(self, name):
