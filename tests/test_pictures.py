@@ -42,6 +42,8 @@ def test_the_table_of_other_packages_is_that_of_the_results(monkeypatch: pytest.
     kept = json.loads(wild.KEPT.read_text(encoding="utf-8"))
     assert wild.PAGE.read_text(encoding="utf-8") == wild.page(kept)
     assert len(kept["loaders"]) > 100 and "| **silently wrong** | 0 |" in wild.table(kept)
+    for file, _, name in (row.tests.partition("::") for row in wild.ROWS.values() if row.tests):
+        assert f"def {name}" in (ROOT / file).read_text(encoding="utf-8")
 
 
 def test_what_is_stored_is_what_is_drawn(pictures: ModuleType) -> None:
