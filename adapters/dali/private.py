@@ -117,7 +117,7 @@ _MOST_MEMBERS = 64  # of a list or dict: longer ones hold data
 
 def named_in(source: Any) -> dict[str, Any]:
     """What an object holds and a function uses, and what the object's iteration uses, by the names there."""
-    return directly_held(source) | directly_held(getattr(type(source), "__iter__", None))
+    return directly_held(getattr(type(source), "__iter__", None)) | directly_held(source)  # whose attributes come first
 
 
 def refuse_own_code(iterator: Any) -> None:

@@ -70,7 +70,8 @@ class TorchdataAdapter(StatefulAdapter):
             raise UnsupportedSourceError(
                 "the state of a torchdata.nodes Loader has no generator, neither a sampler's nor those that its nodes "
                 "draw from. Wrap a function that makes it, to have it read again from its start: "
-                "midepoch.wrap(make_loader)"
+                "midepoch.wrap(make_loader). If a Prefetcher reads a sampler that draws, pass that in the function "
+                "generator=torch.Generator().manual_seed(random.getrandbits(31))"
             )
         return cls(source, options)
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_unflatten
 
 from midepoch.checkpoint.generators import check_generators, save_generators, seed_generators, set_generators
 from midepoch.combine.combine import combine
-from midepoch.errors import StateError, warn
+from midepoch.errors import StateError, UnsupportedSourceError, warn
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.loader.part import Part
@@ -41,7 +41,7 @@ __all__ = ["ExactResume"]
 
 _logger = logging.getLogger("midepoch")
 _KEY = "midepoch"  # in checkpoints
-_VERSION = 1
+_VERSION = 2
 _KEY_OF_GENERATORS = 0x4C495447  # no other keys begin with this word
 
 
@@ -60,8 +60,8 @@ class ExactResume(Callback):
         generators: whether to save these generators, 14 KB for each process, and to set them in a run that
             resumes. False leaves them alone.
 
-    Raises TypeError if a train loader is not wrapped. Warns with MidepochWarning if a checkpoint is saved between two
-    batches whose gradients are accumulated, because no checkpoint holds gradients.
+    Raises UnsupportedSourceError if a train loader is not wrapped. Warns with MidepochWarning if a checkpoint is saved
+    between two batches whose gradients are accumulated, because no checkpoint holds gradients.
     """
 
     def __init__(self, generators: bool = True) -> None:
@@ -101,7 +101,7 @@ class ExactResume(Callback):
         wrapped = [each for each in parts if each is not None]
         if len(wrapped) < len(parts):
             names = {type(each).__name__ for each, part in zip(combined.flattened, parts, strict=True) if part is None}
-            raise TypeError(
+            raise UnsupportedSourceError(
                 f"ExactResume needs wrapped train loaders, and those of type {', '.join(sorted(names))} are not: pass "
                 "midepoch.wrap(loader)"
             )

@@ -249,8 +249,16 @@ def test_a_reader_of_dynamic_mode_is_refused_with_the_line(root: str) -> None:
         def __init__(self) -> None:
             self.reader = reader
 
-    of_reader = (reader.next_epoch, functools.partial(reader.next_epoch, batch_size=BATCH))
-    for source in (batches, Epochs(), Holds(), reader, lambda: reader.next_epoch(batch_size=BATCH), *of_reader):
+    class ReadsItsOwn:
+        def __init__(self) -> None:
+            self.reader = ndd.readers.Numpy(file_root=root)
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from self.reader.next_epoch(batch_size=BATCH)
+
+    of_reader = (reader, reader.next_epoch, functools.partial(reader.next_epoch, batch_size=BATCH))
+    held = (Epochs(), Holds(), ReadsItsOwn(), lambda: reader.next_epoch(batch_size=BATCH))
+    for source in (batches, *held, *of_reader):
         with pytest.raises(Unsupported, match=r"dynamic mode.* Wrap a function that makes the reader anew.*seed="):
             midepoch.wrap(source)
 

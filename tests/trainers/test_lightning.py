@@ -21,7 +21,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_runs import CHAOS, TRAIN, VALIDATION, Killed, Make, Noisy, Peeking, Recorder, Saver, fit, mapped, unknown
 
-from midepoch import MidepochWarning, StateError
+from midepoch import MidepochWarning, StateError, UnsupportedSourceError
 from midepoch.trainers.lightning import ExactResume
 from support import jobs
 from support.sources import plain
@@ -297,7 +297,7 @@ def test_a_validation_of_unwrapped_loaders_begins_anew(tmp_path: Path) -> None:
 
 
 def test_an_unwrapped_loader_is_named() -> None:
-    with pytest.raises(TypeError, match="those of type DataLoader are not"):
+    with pytest.raises(UnsupportedSourceError, match="those of type DataLoader are not"):
         fit([], lambda: DataLoader(Noisy(4, 0)))
 
 
