@@ -111,7 +111,9 @@ class Example:
 
 
 def test_the_example_is_killed_and_goes_on(tmp_path: Path) -> None:
-    with kills.lighthouse() as address:
+    # The survivor does not train to the end alone while the other starts, however long that takes: until the killed
+    # group counts as dead, a quorum is two of the three.
+    with kills.lighthouse(silence=100_000) as address:
         groups = [Example(tmp_path, group, address) for group in range(2)]
         until = time.monotonic() + 300
         # Not one step by its number: in the step in which a group joins, the other one counts alone.
@@ -124,9 +126,9 @@ def test_the_example_is_killed_and_goes_on(tmp_path: Path) -> None:
         assert [groups[number].wait() for number in (0, 2)] == [0, 0], groups[0].lines[-20:]
     assert groups[2].said("of 2 groups")
     state = torch.load(tmp_path / "saved.pt")
-    assert state["data"]["epoch"] == 2
-    # 57 steps of both groups alone would be all; steps of one are more.
+    # 57 steps of both groups alone would be all; steps of one are more. Saved at each tenth, which may be the last.
     assert state["manager"]["step"] >= 50
+    assert (state["data"]["epoch"], state["data"]["position"] > 0) in ((2, True), (3, False))
 
 
 def test_a_program_in_the_shape_of_train_ddp(tmp_path: Path) -> None:

@@ -80,11 +80,15 @@ def lasting_port() -> int:
 
 
 @contextlib.contextmanager
-def lighthouse(least: int = 1, patience: int = 200) -> Iterator[str]:
-    """Its address. `least`: groups that make a quorum. `patience`: milliseconds for which it waits for others."""
+def lighthouse(least: int = 1, patience: int = 200, silence: int = 800) -> Iterator[str]:
+    """Its address. `least`: groups that make a quorum.
+
+    In milliseconds: `patience`, for which it waits for others, and `silence`, after which a group counts as dead.
+    """
     server = LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=least, join_timeout_ms=patience, quorum_tick_ms=10, heartbeat_timeout_ms=800
-    )
+        bind="127.0.0.1:0", min_replicas=least, join_timeout_ms=patience, quorum_tick_ms=10,
+        heartbeat_timeout_ms=silence,
+    )  # fmt: skip
     try:
         yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
     finally:
