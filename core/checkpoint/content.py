@@ -13,6 +13,7 @@ import torch
 from ..errors import SnapshotError, StateError
 from ..loader.lending import loader_of
 from ..loader.saving import state_or_that_of_now
+from ..state.changed import share_changed
 from ..state.parts import is_rank_independent, join_states, warn_of_witnesses
 from .body_record import BodyRecord
 from .epoch_loop import EpochLoop
@@ -90,6 +91,7 @@ def joined(
                 f"rank {alone[0]} skips other positions of {name} than rank 0 ({of_all[alone[0]]['omit']!r:.80}, not "
                 f"{of_all[0]['omit']!r:.80}): call skip() on every rank after the same batch"
             )
+        states[name] = share_changed(states[name], of_all)
         warn_of_witnesses(name, loader, of_all, told)
     for name, state in states.items():
         if path := sharded(state, name):

@@ -8,24 +8,20 @@ it has not set at all.
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from ..errors import StateCorruptError, warn
-from ..state.format import LONGEST_CHANGED
+from ..errors import warn
+from ..state.changed import REST, changed_text, parse_changed
 from ..summary import CUT_OFF, HERE, Known, summarize
 from ..trying import Finding
 from .adapter import Adapter
 
-__all__ = ["LoopChanges", "parse"]
+__all__ = ["LoopChanges"]
 
-_MOST = 8  # attributes
 _LONGEST_VALUE = 24
-_REST = "*"
 _OF_CALLERS = ".__self__."  # a method's object may be a trainer, whose counters follow the step
 
 _Look = dict[str, str]
@@ -63,8 +59,8 @@ class LoopChanges:
 
     def expect(self, text: str) -> None:
         """Compare with the `text` of a loaded state when the next pass begins, and with what is held now."""
-        self._known = parse(text)
-        self._expected = {path: value for path, value in self._known.items() if path != _REST}
+        self._known = parse_changed(text)
+        self._expected = {path: value for path, value in self._known.items() if path != REST}
         self._roots = self._named()
         self._held, self._was_loaded = self._look(), True
 
@@ -85,7 +81,7 @@ class LoopChanges:
             moved = _differing(self._held, look)
             self._note(moved, look)
             self._believe(moved & self._by_reading)
-        self._known = {path: value if path == _REST else _of(look, path) for path, value in self._known.items()}
+        self._known = {path: value if path == REST else _of(look, path) for path, value in self._known.items()}
         self._held = look
 
     def first_batch(self) -> None:
@@ -96,7 +92,7 @@ class LoopChanges:
             self._known = {path: value for path, value in self._known.items() if path not in self._by_reading}
 
     def text(self, inside: bool) -> str:
-        """For a state: JSON of at most `LONGEST_CHANGED` characters; empty if nothing has changed.
+        """For a state: `changed_text`.
 
         Args:
             inside: the state is of a place within an epoch. A process that reads by itself has the values of now.
@@ -108,7 +104,7 @@ class LoopChanges:
             self._note(moved, look if alone and inside else self._held)
             if inside and not alone:
                 self._tell_of_workers(moved - self._by_reading - self._told)
-        return _text_of(self._known) if self._known else ""
+        return changed_text(self._known)
 
     def _note(self, moved: set[str], look: _Look) -> None:
         for path in sorted(moved - self._by_reading):
@@ -179,36 +175,3 @@ def _short(value: Any, crc: int) -> str:
     """A number or a short text as it is written, and of all else the CRC."""
     text = "" if value is None else repr(value)
     return text if 0 < len(text) <= _LONGEST_VALUE else f"#{crc:08x}"
-
-
-def _text_of(known: _Look) -> str:
-    """Those with the shortest paths, and a CRC of the others, which tells that they have changed.
-
-    No resume can compare that one, since it does not know the paths. It is carried over, as one more of the others.
-    """
-    ordered = sorted(known, key=lambda path: (path == _REST, len(path), path))
-    for count in range(min(_MOST, len(ordered)), -1, -1):
-        some = {path: known[path] for path in ordered[:count]}
-        if others := [(path, known[path]) for path in ordered[count:]]:
-            some[_REST] = f"#{zlib.crc32(repr(others).encode()):08x}" if others[0][0] != _REST else others[0][1]
-        text = json.dumps(some, separators=(",", ":"))
-        if len(text) <= LONGEST_CHANGED:
-            break
-    return text
-
-
-def parse(text: str) -> dict[str, str]:
-    """The attributes that a state's text names, with their values.
-
-    Raises:
-        StateCorruptError: it is none that `LoopChanges.text` writes.
-    """
-    if not text:
-        return {}
-    try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError):
-        parsed = None
-    if isinstance(parsed, dict) and len(parsed) <= _MOST + 1 and all(type(each) is str for each in parsed.values()):
-        return parsed
-    raise StateCorruptError("the state's `changed` names no attributes and values: use an undamaged state")

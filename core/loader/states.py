@@ -13,13 +13,14 @@ from ..errors import StateCorruptError, StateMismatchError, warn
 from ..order.holes import Holes, parse_omit
 from ..state import format as states
 from ..state import parts
+from ..state.changed import parse_changed
 from ..state.format import State
 from ..state.witness import SampleSummary, Witness
 from ..trying import Finding
 from ..world import World
 from .adapter import WitnessReport
 from .context import RunContext
-from .loop_changes import LoopChanges, parse
+from .loop_changes import LoopChanges
 from .place import Place
 
 __all__ = ["States", "Verify", "tell_of_another"]
@@ -141,7 +142,7 @@ class States:
         begins = place.after()
         adapter.check_detail(place.detail, checked["seed"], begins.epoch, begins.position, world)
         Witness.parse(checked["witness"])
-        parse(checked["changed"])
+        parse_changed(checked["changed"])
         self._check_omit(checked["omit"], place, size)
         return checked, place
 

@@ -27,7 +27,7 @@ State = dict[str, Any]
 | fingerprint | JSON text: what the positions mean (order, the user's own identity of the data, ...) |
 | detail | the adapter's own part, as text: empty if the order is midepoch's |
 | witness | what one sample looked like (`midepoch.state.witness`); empty where there is none |
-| changed | JSON text: what the loop has changed in what the readers hold (`LoopChanges`); empty if nothing |
+| changed | JSON text: what the loop has changed in what the readers hold (`midepoch.state.changed`); empty if nothing |
 | omit | text: the positions that epochs leave out (docs/format.md); empty if there are none |
 | checksum | CRC-32 of all the others |
 """

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed
 
 from ..errors import MidepochError, StateCorruptError, StateMismatchError, warn
+from .changed import share_changed
 from .format import State, reseal
 
 __all__ = [
@@ -159,12 +160,12 @@ def join_states(states: list[State], loader: Any = None) -> State:
         )
     if alone := [rank for rank, each in enumerate(states) if each["omit"] != states[0]["omit"]]:
         raise MidepochError(f"rank {alone[0]} skips other positions than rank 0: call skip() on every rank alike")
-    if hasattr(loader, "united") and (united := loader.united(states)) is not None:
-        return dict(united)
-    if not any(each["detail"] for each in states):
-        return states[0]
-    parts = [part_of(each["detail"], rank, len(states)) if each["detail"] else "" for rank, each in enumerate(states)]
-    return reseal({**states[0], "detail": join_parts(parts)})
+    united = loader.united(states) if hasattr(loader, "united") else None
+    joined = states[0] if united is None else united
+    if united is None and any(each["detail"] for each in states):
+        of_ranks = [each["detail"] and part_of(each["detail"], rank, len(states)) for rank, each in enumerate(states)]
+        joined = reseal({**joined, "detail": join_parts(of_ranks)})
+    return share_changed(joined, states)
 
 
 # --- the witnesses of all ranks ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -283,3 +284,32 @@ def test_what_moves_from_pass_to_pass_as_it_is_read_is_believed() -> None:
     assert stream.capabilities.exact_order.believed
     assert collating.capabilities.exact_augmentations.believed
     assert not collating.capabilities.exact_order.believed
+
+
+class OfRank(Scaled):
+    """With one attribute that the loop sets alike on all ranks, and one that it sets by rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.crop, self.shift = 0, 0
+
+
+def _resumed(rank: int, path: str) -> list[Any]:
+    """What a resume within an epoch says that restores only what was set by rank, and what a gathered state says."""
+    loader, again = wrapped(OfRank()), wrapped(OfRank())
+    list(loader)
+    loader.dataset.crop, loader.dataset.shift = 4, 1 + rank
+    next(iter(loader))
+    midepoch.Snapshot(path, signals=(), data=loader).save()
+    assert midepoch.Snapshot(path, signals=(), data=again).load()
+    again.dataset.shift = 1 + rank
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        next(iter(again))
+    loader.finish(loader.ticket)  # so that a state is joined from those of all ranks
+    return [*(str(each.message) for each in told), midepoch.gather(loader)["changed"]]
+
+
+def test_ranks_compare_what_all_of_them_have_changed(tmp_path: Path) -> None:
+    said = [f"dataset.crop was 4 for the readers, is 0 now: {RESTORE}", '{"dataset.crop":"4"}']
+    assert sources.in_gloo_world(_resumed, 2, str(tmp_path / "snapshot.pt")) == [said] * 2
