@@ -75,31 +75,20 @@ KINDS = (
 )  # fmt: skip
 
 
-def make(kind: str, shuffle: bool = True, rank: int = 0, world_size: int = 1) -> Any:
-    loader = DataLoader(Samples(kind), BATCH, shuffle=shuffle, collate_fn=COLLATE.get(kind))
-    return midepoch.wrap(loader, seed=0, world=midepoch.World(rank, world_size))
-
-
-class Forgetful:
+class Forgetful(midepoch.Loader):
     """On two ranks it goes on from a state of one rank a batch too late."""
 
-    def __init__(self, inner: Any, world_size: int) -> None:
-        self.inner, self.world_size = inner, world_size
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.inner)
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.inner.state_dict())
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state)
-        if self.world_size > state["world_size"] and 0 < state["position"] < 6:
-            self.inner.seek(epoch=state["epoch"], position=state["position"] + 2)
+        super().load_state_dict(state)
+        if self.world.world_size > state["world_size"] and 0 < state["position"] < 6:
+            self.seek(epoch=state["epoch"], position=state["position"] + 2)
 
 
-def make_forgetful(kind: str, rank: int = 0, world_size: int = 1) -> Any:
-    return Forgetful(make(kind, rank=rank, world_size=world_size), world_size)
+def make(kind: str, shuffle: bool = True, rank: int = 0, world_size: int = 1, forgets: bool = False) -> Any:
+    loader = DataLoader(Samples(kind), BATCH, shuffle=shuffle, collate_fn=COLLATE.get(kind))
+    made = midepoch.wrap(loader, seed=0, world=midepoch.World(rank, world_size))
+    made.__class__ = Forgetful if forgets else midepoch.Loader
+    return made
 
 
 class Unnamed:
