@@ -73,6 +73,21 @@ def usual(make: Make, log: Log, epochs: int, workers: int = 0) -> None:
         log("schedule", epoch)
 
 
+def accumulated(make: Make, log: Log, epochs: int) -> None:
+    """A step for each two batches, which are prepared by work that the loop changes."""
+    mixed = {"share": 0.5}
+    train = loader(18)
+    train = midepoch.wrap(train.source, seed=1, then=lambda batch: batch + mixed["share"] * torch.rand(()))
+    snapshot = make(log=log, train=train)
+    for epoch in snapshot.epochs(epochs):
+        if epoch:
+            mixed["share"] = 0.0
+        for number, batch in enumerate(train, train.batches_done):
+            log("train", epoch, batch)
+            if number % 2:
+                snapshot.step()
+
+
 def usual_with_workers(make: Make, log: Log, epochs: int) -> None:
     usual(make, log, epochs, workers=2)
 
@@ -448,7 +463,7 @@ SHAPES: dict[str, Body] = {
 BODIES: dict[str, Callable[[Make, Log, int], None]] = {
     each.__name__: each
     for each in (
-        usual, usual_with_workers, several_passes, its_own_state, parts_of_its_own_state, read_ahead,
+        usual, usual_with_workers, accumulated, several_passes, its_own_state, parts_of_its_own_state, read_ahead,
         read_ahead_of_validations, read_ahead_in_a_zip, zips_within_one_that_is_read_ahead,
         a_loop_that_drops_what_it_has_read_ahead, in_functions_and_generators, saved_in_except,
     )
