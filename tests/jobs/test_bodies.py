@@ -47,19 +47,22 @@ def twice(run: Callable[..., list[Any] | None], path: Path, **how: Any) -> list[
     return run(path)
 
 
-def check(body: Body, folder: Path, long: bool) -> None:
+def check(body: bodies.Train, folder: Path, long: bool) -> None:
     """Compare what is done by a program that is interrupted, in every way, with what one does that is not."""
     epochs = 3 if long else 2
     expected = live(body, folder / "undisturbed.pt", epochs=epochs)
-    assert expected is not None
-    steps = next(line[2] for line in reversed(expected) if line[0] == "schedule")
+    assert expected is not None and len(expected) > 1
     run = functools.partial(live, body, epochs=epochs)
     ways: dict[str, Callable[[Path], list[Any] | None]] = {
         "ended by a signal after every step": lambda path: until_done(run, path, signal_at=1),
         "left": functools.partial(run, fails=True),
         "killed, saved at 2": lambda path: until_done(run, path, first=3, every=2, fails=True),
     }
-    if long:
+    if not isinstance(body, Body):  # its steps take longer lines, and read ahead
+        ways |= {f"killed, saved at {every}": functools.partial(until_done, run, first=every + 5, every=every)
+                 for every in (1, 3)}  # fmt: skip
+    elif long:
+        steps = next(line[2] for line in reversed(expected) if line[0] == "schedule")
         ways["left, and ended by a signal"] = lambda path: until_done(run, path, signal_at=2, fails=True)
         for every in (1, 3):
             ways[f"killed, saved at {every}"] = functools.partial(until_done, run, first=every + 5, every=every)
@@ -143,6 +146,14 @@ def test_an_endless_iterator_over_epochs_is_exact_or_told(name: str, first: int,
 
 def named(name: str) -> Body:
     return Body.random(int(name)) if name.isdigit() else SHAPES[name]
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.long] * (name == "read_ahead_of_validations"))
+    for name in bodies.BODIES if "workers" not in name and name not in bodies.REFUSED
+])  # fmt: skip
+def test_a_program_that_is_killed_anywhere_does_the_same(name: str, tmp_path: Path) -> None:
+    check(bodies.BODIES[name], tmp_path, LONG)
 
 
 LONG = bool(os.environ.get("MIDEPOCH_CHAOS"))

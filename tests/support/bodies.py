@@ -510,14 +510,14 @@ def live(
         if signal_at:
             step, left = snapshot.step, iter(range(signal_at - 1, -1, -1))
 
-            def signalled() -> None:
+            def signalled(in_flight: int = 0) -> None:
                 asked = next(left, None) == 0
                 if asked:
                     os.kill(os.getpid(), signal.SIGTERM)
-                step()
+                step(in_flight)
                 assert not asked, "the signal is not answered at its step"
 
-            snapshot.step = signalled  # type: ignore[method-assign,assignment]
+            snapshot.step = signalled  # type: ignore[method-assign]
         return snapshot
 
     log.kill = kill

@@ -1,4 +1,4 @@
-"""The end of an epoch is part of the epoch: `loader.epochs`, `Snapshot.epochs`, programs that are killed in them."""
+"""The end of an epoch is part of the epoch: `loader.epochs`, `Snapshot.epochs`. Killed programs are in test_bodies."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
 from midepoch import MidepochError, MidepochWarning, Snapshot, SnapshotError
 from support import bodies, own_state_sources, sources
 from support.bodies import KilledError
-from support.forking import Program
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 
@@ -34,19 +33,12 @@ def shuffled(seed: int = 3, **settings: Any) -> Any:
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
-    "shuffled": shuffled,
     "drop_last": functools.partial(shuffled, drop_last=True),
     "rank 1 of 3": functools.partial(shuffled, world=midepoch.World(1, 3)),
-    "listed": lambda: midepoch.wrap(
-        DataLoader(sources.Noisy(22), batch_size=4, sampler=WeightedRandomSampler([1.0] * 22, 20)), seed=3
-    ),
     "list of batches": lambda: midepoch.wrap([[each] for each in range(5)], seed=3),
     "generator function": lambda: midepoch.wrap(sources.numbers, seed=3),
     "iterable dataset": lambda: midepoch.wrap(DataLoader(sources.Stream(10), batch_size=4), seed=3),
-    "exposed samplers": lambda: midepoch.wrap(DataLoader(sources.Exposing(18), batch_size=4), seed=3),
-    "own state": lambda: midepoch.wrap(StatefulDataLoader(sources.Noisy(22), batch_size=4, shuffle=True), seed=3),
     "own state, unknown length": lambda: midepoch.wrap(StatefulDataLoader(sources.Stream(10), batch_size=4), seed=3),
-    "combination": lambda: midepoch.combine([shuffled(1), shuffled(2)]),
     "combination, unknown length": lambda: midepoch.combine([midepoch.wrap(sources.numbers, seed=1), shuffled(2)]),
     "Grain": own_state_sources.WRAPPED["Grain DataLoader"],
 }
@@ -168,70 +160,6 @@ def test_a_resumed_pass_that_is_looked_at_is_told(taken: int) -> None:
     assert any("drops the rest of the resumed epoch 0" in str(each.message) for each in told) == (taken == 1)
 
 
-# --- programs that are killed ---
-
-
-def run(name: str, path: Path, every: int, limit: int | None) -> tuple[list[Any], int]:
-    """The log of a program that is killed after so many lines, one more in each life; and the number of lives."""
-    for lives in range(1, 200):
-        log = bodies.Log()
-        log.limit, log.kill = None if limit is None else limit + lives, killed
-        with contextlib.suppress(KilledError):
-            bodies.BODIES[name](lambda **parts: Snapshot(path, every=every, signals=(), **parts), log, 3)
-            return json.loads(json.dumps(log.lines)), lives
-    raise AssertionError("it does not get on")
-
-
-@functools.cache
-def undisturbed(name: str, folder: Path) -> list[Any]:
-    return run(name, folder / f"{name}.pt", 1_000_000, None)[0]
-
-
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.long] * (name == "read_ahead_of_validations"))
-    for name in bodies.BODIES if "workers" not in name and name not in bodies.REFUSED
-])  # fmt: skip
-def test_a_program_that_is_killed_anywhere_does_the_same(name: str, tmp_path: Path) -> None:
-    logging.disable(logging.WARNING)
-    try:
-        expected = undisturbed(name, tmp_path)
-        assert len(expected) > 9
-        step = 1 if os.environ.get("MIDEPOCH_CHAOS") else 7
-        for every in (1, 2, 3):
-            for limit in range(every + 2, len(expected) - 1, step):
-                got, lives = run(name, tmp_path / f"{every}-{limit}.pt", every, limit)
-                assert lives > 1
-                assert got == expected, (every, limit)
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-@pytest.mark.parametrize(
-    ("name", "step"),
-    [("read_ahead", 4), ("read_ahead", 5), *(("read_ahead_of_validations", step) for step in range(2, 13, 3))],
-)
-def test_a_signal_while_the_last_batches_are_in_flight(name: str, step: int, tmp_path: Path) -> None:
-    path, log = tmp_path / "snapshot.pt", bodies.Log()
-
-    def make(**parts: Any) -> Snapshot:
-        snapshot = Snapshot(path, **parts)
-        count = snapshot.step
-
-        def signalled(in_flight: int) -> None:
-            if snapshot.steps + 1 == step:
-                os.kill(os.getpid(), signal.SIGTERM)
-            count(in_flight)
-
-        snapshot.step = signalled  # type: ignore[method-assign,assignment]
-        return snapshot
-
-    with pytest.raises(SystemExit):
-        bodies.BODIES[name](make, log, 2)
-    log = bodies.Log()
-    bodies.BODIES[name](lambda **parts: Snapshot(path, signals=(), **parts), log, 3)
-    assert json.loads(json.dumps(log.lines)) == undisturbed(name, tmp_path)
-
-
 def test_what_is_in_flight_of_nobody_knows_whom_is_told(tmp_path: Path) -> None:
     """All of a loader was read ahead, and then a validation was made, before the first step told of it."""
     path, train, validation = tmp_path / "snapshot.pt", shuffled(), shuffled()
@@ -246,19 +174,6 @@ def test_what_is_in_flight_of_nobody_knows_whom_is_told(tmp_path: Path) -> None:
         Snapshot(path, signals=(), train=shuffled(), validation=shuffled()).load()
 
 
-def test_a_program_killed_by_sigkill(tmp_path: Path) -> None:
-    name, path, lives = "usual_with_workers", tmp_path / "snapshot.pt", 0
-    for limit in range(6, 40, 3):
-        lives += 1
-        process = Program([bodies.__file__, name, str(path), "2", str(limit)])
-        errors = process.communicate(120)[1]
-        if process.returncode != -signal.SIGKILL:
-            assert process.returncode == 0, errors
-            break
-    assert lives > 2
-    assert json.loads(path.with_suffix(".json").read_text()) == undisturbed(name, tmp_path)
-
-
 # --- when it is saved ---
 
 
@@ -267,19 +182,6 @@ def places(path: Path) -> tuple[int, int, int, int | None]:
     content = torch.load(path, weights_only=True)
     state = content["parts"]["data"]
     return content["steps"], state["epoch"], state["position"], content["body"]["epoch"]
-
-
-def test_a_save_at_the_last_batch_is_put_off_to_the_body_s_end(tmp_path: Path) -> None:
-    path, loader, ended = tmp_path / "snapshot.pt", shuffled(), sources.Counter()
-    snapshot = Snapshot(path, every=6, signals=(), data=loader, ended=ended)
-    for _ in snapshot.epochs(2):
-        for _ in loader:
-            snapshot.step()
-        assert not path.exists() or places(path)[0] == 6
-        ended.given += 1
-    assert places(path) == (12, 2, 0, 2)
-    assert torch.load(path, weights_only=True)["parts"]["ended"] == {"given": 2}
-    assert torch.load(f"{path}.1", weights_only=True)["parts"]["ended"] == {"given": 1}
 
 
 def test_save_behind_the_pass_is_put_off_and_says_so(tmp_path: Path) -> None:
@@ -298,11 +200,7 @@ def test_save_behind_the_pass_is_put_off_and_says_so(tmp_path: Path) -> None:
     assert places(path) == (12, 2, 0, 2)
 
 
-@pytest.mark.parametrize(
-    ("at", "saved"),
-    [(7, (8, 1, 8, 1)), (5, (6, 0, 22, 0)), ("rest", (6, 1, 0, 1))],
-    ids=["in a later epoch", "at the last batch", "in the rest of the body"],
-)
+@pytest.mark.parametrize(("at", "saved"), [(5, (6, 0, 22, 0)), ("rest", (6, 1, 0, 1))], ids=["last batch", "rest"])
 def test_a_signal_is_answered_behind_its_batch(at: Any, saved: Any, tmp_path: Path) -> None:
     """Or at the end of the body, which may be the end of the last epoch too."""
 
@@ -329,14 +227,16 @@ def test_a_signal_is_answered_behind_its_batch(at: Any, saved: Any, tmp_path: Pa
 def test_poll_leaves_with_the_snapshot_that_there_is(tmp_path: Path) -> None:
     path, loader = tmp_path / "snapshot.pt", shuffled()
     snapshot = Snapshot(path, every=4, data=loader)
-    with snapshot, pytest.raises(SystemExit):
-        for _ in snapshot.epochs(2):
-            for _ in loader:
-                snapshot.step()
-            snapshot.poll()
-            os.kill(os.getpid(), signal.SIGTERM)
-            snapshot.poll()
-            raise AssertionError("it has not left")
+    with snapshot:
+        with pytest.raises(SystemExit):
+            for _ in snapshot.epochs(2):
+                for _ in loader:
+                    snapshot.step()
+                snapshot.poll()
+                os.kill(os.getpid(), signal.SIGTERM)
+                snapshot.poll()
+                raise AssertionError("it has not left")
+        snapshot.save()  # on the way out, which changes nothing
     assert places(path) == (4, 0, 16, 0)
 
 
@@ -358,22 +258,9 @@ def test_a_save_in_a_pass_that_runs_is_written_at_once(kept: bool, tmp_path: Pat
     assert places(path) == (12, 1, 0, 1)
 
 
-def test_a_save_behind_the_end_of_the_first_of_two_is_put_off(tmp_path: Path) -> None:
-    path, loader, short = tmp_path / "snapshot.pt", shuffled(), midepoch.wrap([[1], [2]])
-    snapshot, saved = Snapshot(path, every=1, signals=(), short=short, data=loader), []
-    for _ in snapshot.epochs(1):
-        for _ in itertools.zip_longest(short, loader):
-            snapshot.step()
-            saved.append(places(path)[0])
-    assert saved == [1, 1, 1, 1, 1, 1]  # from the last batch of the first on, after which a zip would end
-    assert places(path)[0] == 6
-
-
 # Where a step, or what follows the passes, fails for good, and the program saves on its way out.
 WAYS_OUT = {
     "around the step": "exact",
-    "around the step, of the last batch": "not written",
-    "around the pass": "not written",
     "behind the passes": "not written",
     "behind the loop": "exact",
     "behind the loop, behind the passes": "repeated",
@@ -397,18 +284,17 @@ def test_a_save_on_the_way_out(where: str, tmp_path: Path, caplog: pytest.LogCap
     def train(path: Path, fails: bool) -> list[Any]:
         log, first, second = bodies.Log(), shuffled(1), shuffled(2)
         snapshot = Snapshot(path, every=4, signals=(), first=first, second=second, log=log)
-        batch_that_fails = 5 if "last" in where else None if "behind the passes" in where else 2
+        batch_that_fails = None if "behind the passes" in where else 2
         with saving(snapshot, fails and where.startswith("behind the loop")):
             for epoch in snapshot.epochs(2):
                 for batch in first:
                     log("first", epoch, batch)
-                with saving(snapshot, fails and where == "around the pass"):
-                    for number, batch in enumerate(second, second.batches_done):
-                        with saving(snapshot, fails and where.startswith("around the step")):
-                            log("second", epoch, batch)
-                            if fails and (epoch, number) == (1, batch_that_fails):
-                                raise KilledError
-                        snapshot.step()
+                for number, batch in enumerate(second, second.batches_done):
+                    with saving(snapshot, fails and where == "around the step"):
+                        log("second", epoch, batch)
+                        if fails and (epoch, number) == (1, batch_that_fails):
+                            raise KilledError
+                    snapshot.step()
                 log("schedule", epoch)
                 with saving(snapshot, fails and where == "behind the passes"):
                     if fails and epoch == 1:
@@ -443,8 +329,7 @@ def test_a_save_on_the_way_out(where: str, tmp_path: Path, caplog: pytest.LogCap
         assert lines == whole
 
 
-@pytest.mark.parametrize("again", ["in this process", "after a save"])
-@pytest.mark.parametrize("how", ["zip", "islice"])
+@pytest.mark.parametrize(("how", "again"), [("zip", "in this process"), ("islice", "after a save")])
 def test_what_is_left_of_passes_is_named(how: str, again: str, tmp_path: Path, caplog: Any) -> None:
     """Nobody knows whether the exception has left the longer pass, or whatever had read it on purpose."""
     long, short = midepoch.wrap([[1], [2], [3]]), midepoch.wrap([[1], [2]])
@@ -463,7 +348,7 @@ def test_what_is_left_of_passes_is_named(how: str, again: str, tmp_path: Path, c
     assert f"left before its end: {goes_on} with what is left of the passes over long, and with" in caplog.text
 
 
-@pytest.mark.parametrize("holder", ["a variable", "nothing", "a loop that ends"])
+@pytest.mark.parametrize("holder", ["a variable", "a loop that ends"])
 def test_a_save_in_a_pass_that_is_read_no_further_is_told(holder: str, tmp_path: Path) -> None:
     loader, bar = shuffled(), iter(())
     snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader)
@@ -500,34 +385,6 @@ def test_a_loop_that_runs_nothing_leaves_the_epoch_to_the_next(tmp_path: Path) -
     assert train() == [[batch] for epoch in epochs_of(shuffled(), 0, 3) for batch in epoch]
 
 
-@pytest.mark.parametrize("step", [2, 6])
-@pytest.mark.parametrize("where", ["in the body", "behind the loop"])
-def test_a_snapshot_on_the_way_out_of_a_signal_goes_on(where: str, step: int, tmp_path: Path) -> None:
-    path, whole = tmp_path / "snapshot.pt", epochs_of(shuffled(), 0, 2)
-    loader, log = shuffled(), bodies.Log()
-    snapshot = Snapshot(path, data=loader, log=log)
-    try:
-        for epoch in snapshot.epochs(2):
-            try:
-                for batch in loader:
-                    log(epoch, batch)
-                    if len(log.lines) == step:
-                        os.kill(os.getpid(), signal.SIGTERM)
-                    snapshot.step()
-            finally:
-                if where == "in the body":
-                    snapshot.save()
-    except SystemExit:
-        if where == "behind the loop":
-            snapshot.save()
-    snapshot.close()
-    loader, log = shuffled(), bodies.Log()
-    for epoch in Snapshot(path, signals=(), data=loader, log=log).epochs(2):
-        for batch in loader:
-            log(epoch, batch)
-    assert log.lines == [[epoch, batch] for epoch in range(2) for batch in whole[epoch]]
-
-
 @pytest.mark.parametrize("how", ["a pass that was left", "a seek", "the first epoch's snapshot"])
 def test_an_epoch_begun_before_the_loop_ends_with_its_body(how: str, tmp_path: Path) -> None:
     path, whole = tmp_path / "snapshot.pt", epochs_of(shuffled(), 0, 3)
@@ -551,18 +408,6 @@ def test_an_epoch_begun_before_the_loop_ends_with_its_body(how: str, tmp_path: P
     loader = shuffled()
     left = [(epoch, sources.taken(loader)) for epoch in Snapshot(path, signals=(), data=loader).epochs(3)]
     assert left == [(1, whole[1]), (2, whole[2])]
-
-
-def test_an_iterator_that_is_read_on_in_the_next_body_is_told(tmp_path: Path) -> None:
-    labelled, unlabelled = midepoch.wrap([[1], [2], [3]]), shuffled()
-    snapshot = Snapshot(tmp_path / "whole.pt", signals=(), labelled=labelled, unlabelled=unlabelled)
-    endless = bodies.cycle(unlabelled)
-    with pytest.warns(MidepochWarning, match="an iterator over unlabelled that was first read in the body") as told:
-        for _ in snapshot.epochs(4):
-            for _ in labelled:
-                next(endless)
-                snapshot.step()
-    assert len(told) == 1
 
 
 # --- without epochs ---
@@ -674,52 +519,7 @@ def test_ranks_whose_bodies_differ_are_told_by_name(kind: str, tmp_path: Path) -
     assert kind != "one loader more" or "with passes over data (1), validation (0)" in told[0]
 
 
-def _fails_alone(rank: int, path: str) -> tuple[str, bool]:
-    loader = shuffled(world=midepoch.World(rank, 2))
-    snapshot = Snapshot(path, every=2, signals=(), data=loader)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            for _ in snapshot.epochs(2):
-                for number, _ in enumerate(loader):
-                    try:
-                        if (rank, number) == (1, 1):
-                            raise KilledError
-                    except KilledError:
-                        snapshot.save()
-                        raise
-                    snapshot.step()
-        except Exception as error:  # noqa: BLE001
-            told = any("was not saved after the KilledError" in str(each.message) for each in caught)
-            return type(error).__name__, told
-    return "", False
-
-
-def test_a_rank_that_fails_alone_keeps_its_exception(tmp_path: Path) -> None:
-    told = sources.in_gloo_world(_fails_alone, 2, str(tmp_path / "snapshot.pt"))
-    assert told[1] == ("KilledError", True)
-
-
 # --- what people write around it ---
-
-
-def test_a_validation_left_early_is_no_epoch_that_was_dropped(tmp_path: Path) -> None:
-    def train(limit: int) -> None:
-        data, validation = shuffled(), shuffled(4)
-        snapshot = Snapshot(tmp_path / "snapshot.pt", every=1, signals=(), data=data, validation=validation)
-        for _ in snapshot.epochs(1):
-            for number, _ in enumerate(data, data.batches_done):
-                snapshot.step()
-                if number == limit:
-                    raise KilledError
-                for _ in itertools.islice(validation, 2):
-                    pass
-
-    with pytest.raises(KilledError):
-        train(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(100)
 
 
 def test_a_caller_who_counts_epochs_from_one_gets_them_all() -> None:

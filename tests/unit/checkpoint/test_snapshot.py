@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import itertools
 import os
 import random
-import resource
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -29,8 +30,6 @@ from midepoch.checkpoint import files
 from midepoch.state.codec import decode, encode
 from support import forking, sources
 from support.places import TESTS
-
-CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 
 
 def names(folder: Path) -> list[str]:
@@ -73,9 +72,9 @@ class Run:
             self.batches = iter(self.loader)
 
 
-@pytest.mark.parametrize("cut", [1, 9, 10, 11, 23])
+@pytest.mark.parametrize("cut", [9, 10])
 def test_a_run_goes_on_as_if_nothing_had_happened(cut: int, tmp_path: Path) -> None:
-    whole = Run(tmp_path / "other.pt").train(30)
+    whole = Run(tmp_path / "other.pt").train(12)
     first = Run(tmp_path / "run" / "snapshot.pt")
     assert not first.snapshot.load()
     head = first.train(cut)
@@ -83,17 +82,7 @@ def test_a_run_goes_on_as_if_nothing_had_happened(cut: int, tmp_path: Path) -> N
     second = Run(tmp_path / "run" / "snapshot.pt")
     assert second.snapshot.load()
     assert second.snapshot.steps == cut
-    assert head + second.train(30 - cut) == whole
-
-
-def test_every_so_many_batches_also_counted_over_restarts(tmp_path: Path) -> None:
-    path = tmp_path / "snapshot.pt"
-    for start, steps, saved in ((0, 9, 8), (8, 3, 8), (8, 5, 12)):
-        run = Run(path, every=4)
-        run.snapshot.load()
-        assert run.snapshot.steps == start
-        run.train(steps)
-        assert torch.load(path, weights_only=True)["steps"] == saved
+    assert head + second.train(12 - cut) == whole
 
 
 def test_a_dataset_that_has_the_two_methods_itself(tmp_path: Path) -> None:
@@ -187,15 +176,15 @@ def test_what_does_not_fit_leaves_everything_as_it_was(tmp_path: Path) -> None:
     assert torch.equal(run.model.weight, weight)
 
 
-@pytest.mark.parametrize("name", ["path", "every", "keep", "signals", "exit_status", "group", "parts", "keywords"])
-def test_a_part_may_have_the_name_of_a_keyword(name: str, tmp_path: Path) -> None:
+def test_a_part_may_have_the_name_of_a_keyword(tmp_path: Path) -> None:
+    names = ["path", "every", "keep", "signals", "exit_status", "group", "parts", "keywords"]
     path, one, other = tmp_path / "snapshot.pt", torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    Snapshot(path, signals=(), model=one, parts={name: other}).save()
-    assert torch.load(path, weights_only=True)["parts"].keys() == {"model", name}
+    Snapshot(path, signals=(), model=one, parts=dict.fromkeys(names, other)).save()
+    assert torch.load(path, weights_only=True)["parts"].keys() == {"model", *names}
     weight = other.weight.detach().clone()
     with torch.no_grad():
         other.weight.add_(1)
-    assert Snapshot(path, signals=(), parts={"model": one, name: other}).load()
+    assert Snapshot(path, signals=(), parts={"model": one, **dict.fromkeys(names, other)}).load()
     assert torch.equal(other.weight, weight)
 
 
@@ -325,32 +314,18 @@ def two_snapshots(path: Path) -> tuple[Any, Any]:
 
 def test_the_one_before_is_taken_where_the_newest_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pt"
-    older, newer = two_snapshots(path)
+    older, _ = two_snapshots(path)
     assert names(tmp_path) == ["snapshot.pt", "snapshot.pt.1"]
     whole = path.read_bytes()
-    generator = random.Random(0)
     cuts = [b"", whole[:1], whole[: len(whole) // 2], whole[:-1000], whole[:-1]]
-    flips = []
-    for _ in range(400 if CHAOS else 60):
-        place = generator.randrange(len(whole))
-        flips.append(whole[:place] + bytes([whole[place] ^ 1 << generator.randrange(8)]) + whole[place + 1 :])
-    fell_back = 0
-    for damaged in (*cuts, *flips):
+    for damaged in cuts:  # bits that are flipped are in tests/fuzz
         path.write_bytes(damaged)
         run = Run(path)
-        with warnings_as_list() as warned:
+        with pytest.warns(MidepochWarning, match=r"damaged.*loading the previous snapshot, .*snapshot.pt.1"):
             assert run.snapshot.load()
-        # A bit that nothing depends on, in the padding between tensors, may be flipped without harm.
-        assert run.loader.state_dict() == (older if warned else newer)
-        assert run.snapshot.steps == (3 if warned else 6)
-        fell_back += bool(warned)
-    assert fell_back > (len(cuts) + len(flips)) // 2
+        assert (run.loader.state_dict(), run.snapshot.steps) == (older, 3)
 
     # What is written then leaves the sound one alone, and takes the damaged one's place.
-    path.write_bytes(cuts[2])
-    run = Run(path)
-    with pytest.warns(MidepochWarning, match=r"damaged.*loading the previous snapshot, .*snapshot.pt.1"):
-        run.snapshot.load()
     run.train(1)
     run.snapshot.save()
     assert torch.load(path, weights_only=True)["steps"] == 4
@@ -360,14 +335,6 @@ def test_the_one_before_is_taken_where_the_newest_is_damaged(tmp_path: Path) -> 
         each.write_bytes(cuts[3])
     with pytest.raises(SnapshotError, match="no snapshot is sound"):
         Run(path).snapshot.load()
-
-
-@contextlib.contextmanager
-def warnings_as_list() -> Iterator[list[Any]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield caught
-    caught[:] = [each for each in caught if issubclass(each.category, MidepochWarning)]
 
 
 def test_checksums_are_written_where_torch_was_told_not_to(tmp_path: Path) -> None:
@@ -381,7 +348,7 @@ def test_checksums_are_written_where_torch_was_told_not_to(tmp_path: Path) -> No
     assert Run(tmp_path / "snapshot.pt").snapshot.load()
 
 
-@pytest.mark.parametrize("keep", [1, 2, 4])
+@pytest.mark.parametrize("keep", [1, 4])
 def test_so_many_are_kept(keep: int, tmp_path: Path) -> None:
     run = Run(tmp_path / "snapshot.pt", keep=keep, every=1)
     run.train(6)
@@ -403,37 +370,6 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run.snapshot.load()
     assert run.loader.state_dict() == older
     run.snapshot.save()
-    assert names(tmp_path) == ["snapshot.pt", "snapshot.pt.1"]
-
-
-def in_a_child(work: Any) -> int:
-    """Run `work` in a forked process, and return its exit status."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_a_full_disk_leaves_the_snapshot_before(tmp_path: Path) -> None:
-    path = tmp_path / "snapshot.pt"
-    two_snapshots(path)
-    before = path.read_bytes()
-
-    def write() -> None:
-        run = Run(path, every=1)
-        run.snapshot.load()
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # the kernel refuses to write more, as on a full disk
-        with pytest.raises(SnapshotError, match="was not saved, and the previous snapshot is unchanged"):
-            run.train(1)
-
-    assert in_a_child(write) == 0
-    assert path.read_bytes() == before
     assert names(tmp_path) == ["snapshot.pt", "snapshot.pt.1"]
 
 
@@ -492,52 +428,45 @@ def test_a_gap_among_older_snapshots(tmp_path: Path) -> None:
         assert again.snapshot.load()
 
 
-def test_a_kill_at_any_instant_of_a_save_leaves_a_sound_one(tmp_path: Path) -> None:
-    path = tmp_path / "snapshot.pt"
-    generator = random.Random(3)
-    steps = 0
-    saved, typical = 0, 0.02  # saves that were done for certain; seconds that one takes here and now
-    for kill in range(500 if CHAOS else 40):
-        told, tell = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                torch.set_num_threads(1)
-                model = torch.nn.Linear(64, 64 * 8)  # 128 KiB
-                snapshot = Snapshot(path, every=1, keep=3, signals=(), model=model)
-                snapshot.load()
-                while True:
-                    with torch.no_grad():
-                        model.weight.fill_(snapshot.steps + 1)
-                        model.bias.fill_(snapshot.steps + 1)
-                    os.write(tell, b".")
-                    snapshot.step()
-            finally:
-                os._exit(1)
-        os.close(tell)
-        # Before its first save, or anywhere in that or a later one: counted in saves, which take as long as they take.
-        for save in range(generator.choice((0, 1, 1, 2, 4))):
-            since = time.monotonic()
-            assert os.read(told, 1), f"kill {kill}: it ended by itself"
-            if save:
-                saved, typical = saved + 1, time.monotonic() - since
-        time.sleep(generator.random() * typical)
-        os.kill(child, signal.SIGKILL)
-        os.close(told)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, f"kill {kill}"
-        if not path.exists() and not steps:
-            continue
-        model = torch.nn.Linear(64, 64 * 8)
-        snapshot = Snapshot(path, signals=(), model=model)
-        with warnings_as_list() as warned:
+def save_until_call(path: Path, number: int) -> bool:
+    """Load and save in a process that dies at one of the save's calls of the system; whether it did."""
+    child = os.fork()
+    if not child:
+        calls = itertools.count()
+
+        def die(event: str, arguments: Any) -> None:
+            if event.partition(".")[0] in ("open", "os", "fcntl", "shutil") and next(calls) == number:
+                os._exit(9)
+
+        with contextlib.suppress(BaseException):
+            model = torch.nn.Linear(64, 64)
+            snapshot = Snapshot(path, keep=3, signals=(), model=model)
             snapshot.load()
-        assert not warned, f"kill {kill}: the newest file must be whole, not only an older one"
-        assert snapshot.steps >= steps, f"kill {kill}"
-        steps = snapshot.steps
-        assert bool((model.weight == steps).all()) and bool((model.bias == steps).all()), f"kill {kill}"
+            snapshot.steps += 1
+            torch.nn.init.constant_(model.weight, snapshot.steps)
+            sys.addaudithook(die)
+            snapshot.save()
+            os._exit(0)
+        os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 9), number
+    return status == 9
+
+
+@pytest.mark.filterwarnings("error")  # the newest file is whole, not only an older one
+def test_a_kill_at_any_call_of_a_save_leaves_a_sound_one(tmp_path: Path) -> None:
+    path, steps, number = tmp_path / "snapshot.pt", 0, 0
+    for _ in range(3):
+        assert not save_until_call(path, 1000)
+    while save_until_call(path, number):
+        model = torch.nn.Linear(64, 64)
+        snapshot = Snapshot(path, signals=(), model=model)
+        assert snapshot.load() and snapshot.steps >= max(steps, 3), number
+        steps, number = snapshot.steps, number + 1
+        assert bool((model.weight == steps).all()), number
         # Drafts of the killed are removed by the next who saves.
         assert len(names(tmp_path)) <= 5, names(tmp_path)
-    assert steps >= saved > 20
+    assert number > 8 and names(tmp_path) == ["snapshot.pt", "snapshot.pt.1", "snapshot.pt.2"]
 
 
 def test_a_draft_that_somebody_writes_is_left_alone(tmp_path: Path) -> None:
@@ -590,6 +519,10 @@ def test_of_two_snapshots_each_hears_and_a_closed_one_passes_on(tmp_path: Path) 
         two.snapshot.close()  # which gives the signal back to the one that is closed already
         os.kill(os.getpid(), signal.SIGUSR1)
         assert heard == [signal.SIGUSR1]
+        run = Run(tmp_path / "three.pt", signals=(signal.SIGUSR1,))
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        run.snapshot.close()
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN, "a handler of somebody else's stays"
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -653,8 +586,6 @@ if __name__ == "__main__":
         time.sleep(0.02)
         snapshot.step()
         print(snapshot.steps, flush=True)
-        if way == "raise" and snapshot.steps == 3:
-            raise RuntimeError("a fault of the script's")
 """
 
 
@@ -686,12 +617,6 @@ def test_a_signal_to_all_processes_with_their_workers(number: signal.Signals, ki
     assert ends(job.pid)
 
 
-def test_workers_do_not_outlive_a_process_that_raises(tmp_path: Path) -> None:
-    job = started("DataLoader", "raise", tmp_path, "3")
-    assert "a fault of the script's" in job.stderr.read()
-    assert job.wait() == 1 and ends(job.pid)
-
-
 @pytest.mark.parametrize("signals", [(signal.SIGUSR1, wrong) for wrong in (signal.SIGKILL, "SIGTERM", 99999)])
 def test_signals_that_cannot_be_received_are_refused(signals: Any, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGUSR1)
@@ -700,10 +625,9 @@ def test_signals_that_cannot_be_received_are_refused(signals: Any, tmp_path: Pat
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-@pytest.mark.parametrize("kind", ["DataLoader", "StatefulDataLoader"])
-def test_a_signal_to_all_processes_while_workers_start(kind: str, tmp_path: Path) -> None:
+def test_a_signal_to_all_processes_while_workers_start(tmp_path: Path) -> None:
     """Before a worker knows that it outlives signals."""
-    job = started(kind, "start", tmp_path, "forked")
+    job = started("DataLoader", "start", tmp_path, "forked")
     os.killpg(job.pid, signal.SIGTERM)
     errors = job.stderr.read()
     assert job.wait() == 0, errors
@@ -716,19 +640,6 @@ def test_workers_end_whose_process_is_killed_as_they_start(tmp_path: Path) -> No
     job.kill()
     job.wait()
     assert ends(job.pid)
-
-
-def test_handlers_are_given_back_but_not_those_of_others(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    with Run(tmp_path / "snapshot.pt", signals=(signal.SIGUSR1,)).snapshot:
-        assert signal.getsignal(signal.SIGUSR1) != before
-    assert signal.getsignal(signal.SIGUSR1) == before
-    run = Run(tmp_path / "snapshot.pt", signals=(signal.SIGUSR1,))
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    run.snapshot.close()
-    run.snapshot.close()
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
-    signal.signal(signal.SIGUSR1, before)
 
 
 def test_forked_children_can_still_be_ended(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,86 +13,69 @@ from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch import Snapshot
+from support import bodies
 from support.sources import Indices
 
-
-def plain(loader: Any, snapshot: Snapshot) -> None:
-    for _ in loader:
-        snapshot.step()
+Loop = Callable[[Any, Snapshot], None]
 
 
-def reads_ahead(loader: Any, snapshot: Snapshot) -> None:
-    batches = iter(loader)
-    ahead = next(batches)
-    while ahead is not None:
-        ahead = next(batches, None)
-        snapshot.step()
+def stepping(steps: Callable[[int], bool]) -> Loop:
+    """A loop that steps after certain batches of an epoch, by their number."""
+
+    def loop(loader: Any, snapshot: Snapshot) -> None:
+        for number, _ in enumerate(loader, loader.batches_done):
+            if steps(number):
+                snapshot.step()
+
+    return loop
 
 
-def reads_ahead_and_says_so(loader: Any, snapshot: Snapshot) -> None:
-    batches: Iterator[Any] = iter(loader)
-    ahead = next(batches)
-    while ahead is not None:
-        ahead = next(batches, None)
-        snapshot.step(in_flight=int(ahead is not None))
+def reading_ahead(says_so: bool) -> Loop:
+    def loop(loader: Any, snapshot: Snapshot) -> None:
+        for _, in_flight in bodies.ahead(loader, 1):
+            snapshot.step(in_flight * says_so)
+
+    return loop
 
 
-def skips(loader: Any, snapshot: Snapshot) -> None:
-    for number, _ in enumerate(loader):
-        if number >= 4:
-            snapshot.step()
+# The loop, and how many batches it has taken that no step follows.
+LOOPS: dict[str, tuple[Loop, int]] = {
+    "each": (stepping(lambda number: True), 0),
+    "read ahead": (reading_ahead(says_so=False), 1),
+    "read ahead, and said": (reading_ahead(says_so=True), 0),
+    "the first ones skipped": (stepping(lambda number: number >= 4), 4),
+    "accumulated": (stepping(lambda number: number % 3 == 2), 0),
+    "accumulated from the second on": (stepping(lambda number: number > 0 and number % 3 == 0), 0),
+    "some left out": (stepping(lambda number: number not in (4, 5, 9)), 0),
+}
 
 
-def accumulates(loader: Any, snapshot: Snapshot) -> None:
-    for number, _ in enumerate(loader):
-        if number % 3 == 2:
-            snapshot.step()
-
-
-def accumulates_from_the_second_on(loader: Any, snapshot: Snapshot) -> None:
-    for number, _ in enumerate(loader):
-        if number and number % 3 == 0:
-            snapshot.step()
-
-
-def leaves_out_some(loader: Any, snapshot: Snapshot) -> None:
-    for number, _ in enumerate(loader):
-        if number not in (4, 5, 9):
-            snapshot.step()
-
-
-def reads_two(loader: Any, snapshot: Snapshot) -> None:
-    batches = iter(loader)
-    for _ in zip(batches, batches, strict=True):
-        snapshot.step()
-
-
-def trained(loop: Any, path: Path, every: int = 4, resumes: bool = False) -> list[str]:
+def trained(loop: Loop, path: Path, every: int = 4, resumes: bool = False, looks: bool = False) -> list[str]:
     loader = midepoch.wrap(DataLoader(Indices(96), batch_size=4, shuffle=True), seed=0)
     with Snapshot(path, every=every, signals=(), data=loader) as snapshot, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         if resumes:
             assert snapshot.load()
-        loop(loader, snapshot)
-        loop(loader, snapshot)
-    return [str(each.message) for each in told]
+        if looks:
+            next(iter(loader))
+        for _ in snapshot.epochs(2) if looks else range(2):
+            loop(loader, snapshot)
+    return [str(each.message) for each in told if not looks or "no step()" in str(each.message)]
 
 
-@pytest.mark.parametrize(
-    "loop",
-    [plain, reads_ahead_and_says_so, accumulates, accumulates_from_the_second_on, leaves_out_some, reads_two],
-)
-@pytest.mark.parametrize("every", [1, 4, 1000])
-def test_nothing_is_told_of_a_loop_that_trains_on_what_it_takes(loop: Any, every: int, tmp_path: Path) -> None:
-    assert trained(loop, tmp_path / "snapshot.pt", every) == []
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("every", [1, 1000])
+def test_what_no_step_follows_is_told_once(name: str, every: int, tmp_path: Path) -> None:
+    loop, ahead = LOOPS[name]
+    told = trained(loop, tmp_path / "snapshot.pt", every)
+    assert len(told) == (ahead > 0)
+    for each in told:
+        assert f"no step() followed {ahead} of the batches taken from data" in each
+        assert f"pass in_flight={ahead}" in each
 
 
-@pytest.mark.parametrize(("loop", "ahead"), [(reads_ahead, 1), (skips, 4)])
-@pytest.mark.parametrize("every", [1, 4, 1000])
-def test_what_no_step_follows_is_told_once(loop: Any, ahead: int, every: int, tmp_path: Path) -> None:
-    (told,) = trained(loop, tmp_path / "snapshot.pt", every)
-    assert f"no step() followed {ahead} of the batches taken from data" in told
-    assert f"pass in_flight={ahead}" in told
+def test_a_batch_looked_at_before_the_loop_is_not_the_loops(tmp_path: Path) -> None:
+    assert trained(LOOPS["each"][0], tmp_path / "snapshot.pt", every=1, looks=True) == []
 
 
 def skips_what_is_done(loader: Any, snapshot: Snapshot) -> None:
@@ -109,41 +92,23 @@ def leaves_at_the_top(loader: Any, snapshot: Snapshot) -> None:
         snapshot.step()
 
 
-def accumulates_seven(loader: Any, snapshot: Snapshot) -> None:
-    for number, _ in enumerate(loader, loader.batches_done):
-        if number % 7 == 6:
-            snapshot.step()
-
-
-def resumed(goes_on: Any, path: Path, batches: int, each: int = 1) -> list[str]:
-    """What is told of `goes_on`, in a run that was cut after so many batches."""
-    loader = midepoch.wrap(DataLoader(Indices(96), batch_size=4, shuffle=True), seed=0)
-    with Snapshot(path, every=1, signals=(), data=loader) as snapshot:
-        for number, _ in enumerate(itertools.islice(loader, batches), 1):
-            if number % each == 0:
-                snapshot.step()
-    return trained(goes_on, path, resumes=True)
-
-
-@pytest.mark.parametrize("done", [8, 16])  # 16: all that is left of the epoch is skipped
-def test_a_skip_that_was_left_in_for_a_resume_is_told(done: int, tmp_path: Path) -> None:
-    (told,) = resumed(skips_what_is_done, tmp_path / "snapshot.pt", done)
-    assert f"no step() followed {8 if done == 8 else 24} of the batches" in told
-    assert "the loader has skipped it" in told
-
-
-@pytest.mark.parametrize(("loop", "done", "each"), [(leaves_at_the_top, 16, 1), (accumulates_seven, 21, 7)])
-def test_a_rest_that_needs_no_step_is_not_told(loop: Any, done: int, each: int, tmp_path: Path) -> None:
-    told = resumed(loop, tmp_path / "snapshot.pt", done, each)
-    assert [each for each in told if "no step()" in each] == []
-
-
-def test_a_batch_looked_at_before_the_loop_is_not_the_loops(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("loop", "done", "each", "followed"),
+    [
+        (skips_what_is_done, 8, 1, 8),
+        (skips_what_is_done, 16, 1, 24),  # all that is left of the epoch is skipped
+        (leaves_at_the_top, 16, 1, 0),
+        (stepping(lambda number: number % 7 == 6), 21, 7, 0),
+    ],
+)
+def test_a_loop_that_resumes(loop: Loop, done: int, each: int, followed: int, tmp_path: Path) -> None:
+    """A run that was cut after so many batches, of which each so many had a step."""
     loader = midepoch.wrap(DataLoader(Indices(96), batch_size=4, shuffle=True), seed=0)
     with Snapshot(tmp_path / "snapshot.pt", every=1, signals=(), data=loader) as snapshot:
-        next(iter(loader))
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            for _ in snapshot.epochs(2):
-                plain(loader, snapshot)
-    assert [str(each.message) for each in told if "no step()" in str(each.message)] == []
+        for number, _ in enumerate(itertools.islice(loader, done), 1):
+            if number % each == 0:
+                snapshot.step()
+    told = [one for one in trained(loop, tmp_path / "snapshot.pt", resumes=True) if "no step()" in one]
+    assert len(told) == (followed > 0)
+    assert all(f"no step() followed {followed} of the batches" in one for one in told)
+    assert all("the loader has skipped it" in one for one in told)
