@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,112 +73,6 @@ def test_a_sentence_of_result_stands_over_each_chart() -> None:
     assert compare.first_resume([]) == compare.first_size([]) == compare.first_state([]) == ""
 
 
-def test_the_page_and_plots_are_written_from_the_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    results = published()
-    results["first_batch"] = [row | {"seconds": 0.0123} if row["seconds"] else row for row in results["first_batch"]]
-    (tmp_path / "results.json").write_text(json.dumps(results))
-    plotted: list[Path] = []
-    monkeypatch.setattr(compare, "plot", lambda results, folder: plotted.append(folder))
-    monkeypatch.setattr(sys, "argv", [compare.__file__, "--render", "--output", str(tmp_path)])
-    compare.main()
-    said = (tmp_path / "results.md").read_text()
-    assert "its first batch 12.3 ms after a start, and 12.3 ms after a resume at 99% of 1,000,000 samples" in said
-    assert plotted == [tmp_path]
-
-
-def cells_of(page: str, name: str) -> list[list[str]]:
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    return [row[1:] for row in rows if row[0] == name]
-
-
-def overhead_row(peer: str, **changed: Any) -> dict[str, Any]:
-    row = {"peer": peer, "work": "integers", "workers": 0, "microseconds": 10.0, "lowest": 9.0, "highest": 11.0}
-    return row | {"base": PLAIN, "ratio": 1.0, "low": 0.99, "high": 1.01} | changed
-
-
-def test_each_ratio_is_printed_and_a_vague_one_is_marked() -> None:
-    vague = overhead_row(TORCHDATA, ratio=1.006, low=0.9, high=1.1)
-    page = compare.told_overhead([overhead_row(PLAIN), overhead_row(OURS, ratio=1.006, high=1.02), vague])
-    assert cells_of(page, PLAIN) == [["10", "–"]]
-    assert cells_of(page, OURS) == [["10; 1.01", PLAIN]]
-    assert cells_of(page, "torchdata StatefulDataLoader") == [["10; ~1.01", PLAIN]]
-
-
-def test_rows_of_some_peers_take_the_place_of_theirs() -> None:
-    before: dict[str, Any] = {
-        "overhead": [overhead_row(PLAIN), overhead_row(OURS), overhead_row(TORCHDATA)],
-        "state": [],
-        "made": {"overhead": {"date": "2026-01-01", "commit": "before", "plan": {}}, "state": {}},
-    }
-    made = {"overhead": {"date": "2026-01-02", "commit": "now", "plan": {}}}
-    again = [overhead_row(OURS, microseconds=20.0), overhead_row(OURS, workers=2)]
-    found = compare.merged(before, {"overhead": again, "made": made})
-    assert found["overhead"] == [overhead_row(PLAIN), *again, overhead_row(TORCHDATA)]
-    later = {OURS: {"date": "2026-01-02", "commit": "now"}}
-    assert found["made"] == before["made"] | {"overhead": {**before["made"]["overhead"], "later": later}}
-    whole = {"overhead": [*before["overhead"]], "made": made}
-    assert compare.merged({"made": {}}, whole) == whole
-    twice = compare.merged(found, {"overhead": [overhead_row(PLAIN)], "made": made})
-    assert set(twice["made"]["overhead"]["later"]) == {PLAIN, OURS}
-    facts = {"versions": {}, "machine": {"cores": 2, "memory_gib": 24, "gpu": "no GPU"}, "python": "3.11"}
-    page = compare.told_made({"overhead": twice["made"]["overhead"] | facts})
-    assert f"| overhead, {OURS} | 2026-01-02 | now | the same |" in page
-
-
-def test_an_older_answer_without_the_processor_is_alike() -> None:
-    now = compare.conditions("state", NAMES, compare.QUICK)
-    assert now["machine"]["processor"] == measuring.processor()
-    older = {name: value for name, value in now["machine"].items() if name != "processor"}
-    assert compare.differing(now | {"machine": older}, now) == []
-    assert compare.differing(now | {"machine": older | {"processor": "another"}}, now) == ["machine"]
-    assert compare.differing(now | {"machine": older | {"cores": 0}}, now) == ["machine"]
-    assert compare.differing(now | {"plan": {}}, now) == ["plan"]
-    more = now | {"versions": now["versions"] | {"webdataset": "1"}}
-    assert compare.differing(more, now) == []
-
-
-def test_questions_that_were_not_asked_again_keep_their_answers(tmp_path: Path) -> None:
-    made = {
-        question: {"date": "2026-01-01", "commit": "before"} | compare.conditions(question, NAMES, compare.QUICK)
-        for question in compare.MEASURED
-    }
-    answers = {kind.key: [f"{question} before"] for question, kind in compare.MEASURED.items()}
-
-    def write(made: dict[str, Any]) -> None:
-        (tmp_path / "results.json").write_text(json.dumps(answers | {"made": made}))
-
-    def together(questions: list[str], plan: compare.Plan = compare.QUICK) -> dict[str, Any]:
-        measured = {compare.MEASURED[question].key: ["now"] for question in questions}
-        before = compare.kept(tmp_path, questions, NAMES, plan)
-        return compare.together(before, measured | {"made": dict.fromkeys(questions, "now")})
-
-    write(made)
-    assert together(["overhead"]) == answers | {"overhead": ["now"], "made": made | {"overhead": "now"}}
-    assert list(together(["overhead"])["made"]) == list(compare.MEASURED)
-    assert compare.kept(tmp_path / "empty", ["overhead"], NAMES, compare.QUICK) == {"made": {}}
-    more = replace(compare.QUICK, samples=3840)
-    with pytest.raises(compare.Unlike, match=r"answer to exactness .* another plan$"):
-        together(["overhead"], more)
-    together(["exactness"], more)  # the others do not depend on it
-    others: list[dict[str, Any]] = [{"python": "3.0"}, {"machine": {}}, {"versions": {"torch": "3"}}]
-    for other in others:
-        write(made | {"state": made["state"] | other})
-        with pytest.raises(compare.Unlike, match=f"answer to state .* another {next(iter(other))}$"):
-            together(["overhead"])
-        together(["overhead", "state"])
-    write({})
-    with pytest.raises(compare.Unlike, match="another python, versions, machine, plan"):
-        together(["overhead"])
-
-
-def test_students_distribution() -> None:
-    """Printed in every table of it: 3, 6 and 14 degrees of freedom, and many."""
-    found = [measuring.student(freedom) for freedom in (3, 6, 14, 10**6)]
-    assert found == pytest.approx([3.182, 2.447, 2.145, 1.960], rel=1e-2)
-
-
 def test_a_verdict_counts_what_is_lost_and_repeated() -> None:
     assert compare.verdict([0, 1], [2, 3], [2, 3], 4) == "exact"
     assert compare.verdict([0, 1], [3, 2], [2, 3], 4) == "complete, another order"
@@ -218,19 +108,6 @@ def test_what_has_become_worse_is_named() -> None:
         missing = {**results, key: [row for row in results[key] if row["peer"] != OURS]}
         told = compare.worse(results, missing, [OURS], asked)
         assert told and all("not measured" in line for line in told), key
-
-
-def test_a_peer_with_another_base_can_be_measured_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    @contextlib.contextmanager
-    def servers(names: list[str], *_: Any) -> Iterator[list[SimpleNamespace]]:
-        yield [SimpleNamespace(name=name) for name in names]
-
-    monkeypatch.setattr(compare, "servers", servers)
-    monkeypatch.setattr(compare, "stretches", lambda live, *_: {s.name: [1.0 + s.name.startswith("m")] for s in live})
-    rows = compare.overhead(["midepoch Streaming"], compare.QUICK)
-    assert {(row["peer"], row["base"], row["ratio"]) for row in rows} == {("midepoch Streaming", "Streaming", 2.0)}
 
 
 def test_a_ratio_has_grown_beyond_both_errors_and_a_tenth() -> None:

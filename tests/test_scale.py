@@ -77,20 +77,6 @@ def test_a_wrong_index_is_found(like: int, what: str) -> None:
         scale.check_window(Broken(SIZE, SIZE // 2 + 777, like), SIZE // 2, RANKS, False)
 
 
-def test_small_epochs_are_covered(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = ResumableSampler.load_state_dict
-
-    def watched(sampler: ResumableSampler, state: scale.State) -> None:
-        assert sampler.world is not None
-        assert sampler.world.world_size != state["world_size"]
-        load(sampler, state)
-
-    monkeypatch.setattr(ResumableSampler, "load_state_dict", watched)
-    counts = scale.check_small(12, 3, (1, 2))
-    assert counts["epochs"] == 12 * 3 * 2 * 2
-    assert counts["resumed"] > 100
-
-
 def test_a_resume_at_the_wrong_place_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     load = ResumableSampler.load_state_dict
 

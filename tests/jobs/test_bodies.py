@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
-import signal
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +15,6 @@ import pytest
 import midepoch
 from support import bodies
 from support.bodies import SHAPES, Body, live
-from support.forking import Program
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning"),
@@ -166,16 +163,3 @@ def test_a_shape_of_body(name: str, tmp_path: Path) -> None:
         check_refused(named(name), tmp_path)
     else:
         check(named(name), tmp_path, LONG)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [*SHAPES, *map(str, range(20))])
-def test_a_body_killed_by_sigkill_at_every_step(name: str, tmp_path: Path) -> None:
-    expected, path = live(named(name), tmp_path / "undisturbed.pt"), tmp_path / "snapshot.pt"
-    for limit in range(4, 200):
-        process = Program([bodies.__file__, name, str(path), "1", str(limit)])
-        errors = process.communicate(120)[1]
-        if process.returncode != -signal.SIGKILL:
-            assert process.returncode == 0, errors
-            break
-    assert json.loads(path.with_suffix(".json").read_text()) == expected

@@ -7,7 +7,6 @@ import functools
 import gc
 import multiprocessing
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -25,84 +24,10 @@ from support import forking, jobs, sources
 
 # --- jobs that are killed ---
 
-BEGIN = """
-import json, os, signal, sys
-from pathlib import Path
-from torch.utils.data import DataLoader
-import midepoch
-from support import jobs, sources
-
-log, kill_at, checkpoint = Path("log"), int(sys.argv[1]), Path("checkpoint")
-
-def may_die():
-    global kill_at
-    kill_at -= 1
-    if not kill_at:
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 # A loop that passes over bad samples. A kill within the handler of an error: the batch is tried again.
-SALVAGING = """
-loader = midepoch.wrap(DataLoader(sources.Failing(40, [3, 4, 17, 31], log.parent), 4, shuffle=True), seed=2)
-snapshot = midepoch.Snapshot("snapshot.pt", every=1, data=loader)
-for epoch in snapshot.epochs(2):
-    batches = iter(loader)
-    while True:
-        try:
-            batch = next(batches)
-        except RuntimeError:
-            may_die()
-            continue
-        except StopIteration:
-            break
-        may_die()
-        jobs.note(log, [epoch, batch[:, 0].int().tolist()])
-        snapshot.step()
-"""
 
 # A resumed loop whose number of the epoch is one too high.
-COUNTING = """
-loader = midepoch.wrap(DataLoader(sources.Noisy(22), 4, shuffle=True), seed=2)
-begun = 0
-if checkpoint.exists():
-    begun, state = json.loads(checkpoint.read_text())
-    loader.load_state_dict(state)
-while loader.epoch < 3:
-    loader.sampler.set_epoch(begun)
-    begun += 1
-    for batch in loader:
-        may_die()
-        jobs.note(log, sources.plain(batch))
-        checkpoint.write_text(json.dumps([begun, loader.state_dict()]))  # the epochs that have begun
-"""
-
-
-@pytest.mark.parametrize(
-    ("code", "batches", "told"),
-    [
-        (SALVAGING, range(11, 20), ""),  # some batches are bad
-        (COUNTING, range(18, 19), r"set_epoch\(1\) is not followed: the loaded state is within epoch 0"),
-    ],
-    ids=["passes over bad samples", "sets an epoch too high"],
-)
-def test_a_killed_job_does_the_same(code: str, batches: range, told: str, tmp_path: Path) -> None:
-    def start(folder: Path, kill_at: int) -> tuple[int | None, str]:
-        folder.mkdir(exist_ok=True)
-        job = forking.Program(["-c", BEGIN + code, str(kill_at)], modules=jobs.MODULES, cwd=folder)
-        errors = job.communicate(120)[1]
-        assert job.returncode in (0, -signal.SIGKILL), errors
-        return job.returncode, errors
-
-    status, said = start(tmp_path / "whole", 0)
-    assert status == 0 and "is not followed" not in said
-    said, lives = "", 1
-    while start(tmp_path / "killed", 3 + lives)[0]:
-        lives += 1
-        status, now = start(tmp_path / "killed", 2)
-        said += now
-    whole, killed = (jobs.noted(tmp_path / name / "log") for name in ("whole", "killed"))
-    assert killed == whole and len(whole) in batches
-    assert lives > 2 and re.search(told, said)
 
 
 # --- processes that something else starts ---

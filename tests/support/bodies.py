@@ -92,18 +92,6 @@ def usual_with_workers(make: Make, log: Log, epochs: int) -> None:
     usual(make, log, epochs, workers=2)
 
 
-def several_passes(make: Make, log: Log, epochs: int) -> None:
-    train, validation = loader(10), loader(6, 3, 2)
-    snapshot = make(log=log, train=train, validation=validation)
-    for epoch in snapshot.epochs(epochs):
-        for _ in range(3):
-            for batch in train:
-                log("train", epoch, batch)
-                snapshot.step()
-        for batch in validation:
-            log("validate", epoch, batch)
-
-
 def parts_of_its_own_state(make: Make, log: Log, epochs: int) -> None:
     train = midepoch.wrap(StatefulDataLoader(sources.Noisy(14), batch_size=4, shuffle=True), seed=2)
     second = midepoch.wrap(StatefulDataLoader(sources.Noisy(6), batch_size=3, shuffle=True), seed=3)
@@ -463,7 +451,7 @@ SHAPES: dict[str, Body] = {
 BODIES: dict[str, Callable[[Make, Log, int], None]] = {
     each.__name__: each
     for each in (
-        usual, usual_with_workers, accumulated, several_passes, its_own_state, parts_of_its_own_state, read_ahead,
+        usual, usual_with_workers, accumulated, its_own_state, parts_of_its_own_state, read_ahead,
         read_ahead_of_validations, read_ahead_in_a_zip, zips_within_one_that_is_read_ahead,
         a_loop_that_drops_what_it_has_read_ahead, in_functions_and_generators, saved_in_except,
     )
@@ -534,13 +522,10 @@ def live(
 
 if __name__ == "__main__":
     # bodies.py NAME PATH EVERY LIMIT: train, and be killed by SIGKILL before line LIMIT; print the log at the end.
-    # NAME may be a number, too, for a program of `Body.random`.
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore", midepoch.MidepochWarning)
     name, path, every, limit = sys.argv[1:]
     log = Log()
     log.limit = int(limit)
-    train: Callable[[Make, Log, int], None] | None = BODIES.get(name) or SHAPES.get(name)
-    train = train or Body.random(int(name))
-    train(lambda **parts: midepoch.Snapshot(path, every=int(every), signals=(), **parts), log, 3)
+    BODIES[name](lambda **parts: midepoch.Snapshot(path, every=int(every), signals=(), **parts), log, 3)
     Path(path).with_suffix(".json").write_text(json.dumps(log.lines), encoding="utf-8")

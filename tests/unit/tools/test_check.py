@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import html
 import inspect
-import io
 import os
 import random
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,49 +25,19 @@ from midepoch.testing.diagnosis import entropy
 from midepoch.testing.record import Settings
 from midepoch.testing.subjects import ByCount, Side, Subject, recognise
 from midepoch.tools import check as checking
-from midepoch.tools.cli import main
-from support import check_sources, forking
+from support import check_sources, commands, forking
+from support.commands import Done
 
 pytest.importorskip("typer", reason="needs midepoch[cli]")
 
 SOURCES = Path(check_sources.__file__)
 
 
-class Checked(NamedTuple):
-    """What the command printed, and its exit status."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-class Terminal(io.StringIO):
-    """A file that passes for a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def check(*arguments: str, folder: Path = SOURCES.parent, terminal: bool = False) -> Checked:
-    """Run the command in this process, so that all tests share the processes in which loaders are resumed.
-
-    Without a limit of its own it has time on a busy machine, too.
-    """
+def check(*arguments: str, folder: Path = SOURCES.parent, terminal: bool = False) -> Done:
+    """In this process, so that all tests share those in which loaders are resumed; with time on a busy machine."""
     if not any(each.startswith("--seconds") for each in arguments):
         arguments = (*arguments, "--seconds=900")
-    stdout, stderr = io.StringIO(), Terminal() if terminal else io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("COLUMNS", "160")
-        patch.setattr(sys, "argv", ["midepoch", "check", *arguments])
-        patch.setattr(sys, "path", list(sys.path))
-        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-            try:
-                main()
-                status: Any = 0
-            except SystemExit as end:
-                status = end.code or 0
-    return Checked(status, stdout.getvalue(), stderr.getvalue())
+    return commands.run("check", *arguments, folder=folder, terminal=terminal)
 
 
 def check_apart(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -80,7 +47,7 @@ def check_apart(*arguments: str, folder: Path) -> subprocess.CompletedProcess[st
 
 
 @pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Checked, Path]]:
+def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Done, Path]]:
     """What was printed about a sound loader and about one that loses samples, and the pages."""
     folder = tmp_path_factory.mktemp("pages")
     good, bad = folder / "good.html", folder / "bad.html"
@@ -91,12 +58,12 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Checked
 
 
 @pytest.fixture(scope="module")
-def pages(checked: dict[str, tuple[Checked, Path]]) -> tuple[Path, Path]:
+def pages(checked: dict[str, tuple[Done, Path]]) -> tuple[Path, Path]:
     """Both pages."""
     return checked["good"][1], checked["bad"][1]
 
 
-def test_a_sound_loader_is_called_exact_in_one_table(checked: dict[str, tuple[Checked, Path]]) -> None:
+def test_a_sound_loader_is_called_exact_in_one_table(checked: dict[str, tuple[Done, Path]]) -> None:
     done = checked["good"][0]
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
@@ -106,7 +73,7 @@ def test_a_sound_loader_is_called_exact_in_one_table(checked: dict[str, tuple[Ch
     assert "proved at each resume: same data" in done.stdout and len(lines) <= 20
 
 
-def test_a_broken_loader_leads_with_the_cause(checked: dict[str, tuple[Checked, Path]]) -> None:
+def test_a_broken_loader_leads_with_the_cause(checked: dict[str, tuple[Done, Path]]) -> None:
     done = checked["bad"][0]
     assert done.returncode == 1, done.stdout + done.stderr
     lines = done.stdout.splitlines()

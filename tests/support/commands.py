@@ -1,0 +1,45 @@
+"""The command line in this process, which has imported everything already."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from midepoch.tools.cli import main
+
+
+class Done(NamedTuple):
+    """What a command printed, and its exit status."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Terminal(io.StringIO):
+    """A file that passes for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def run(*arguments: str | Path, folder: Path | None = None, terminal: bool = False) -> Done:
+    """`midepoch ARGUMENTS` in a folder; with errors on a terminal, or not."""
+    stdout, stderr = io.StringIO(), Terminal() if terminal else io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder or Path.cwd())
+        patch.setenv("COLUMNS", "160")
+        patch.setattr(sys, "argv", ["midepoch", *map(str, arguments)])
+        patch.setattr(sys, "path", list(sys.path))
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+            try:
+                main()
+                status: Any = 0
+            except SystemExit as end:
+                status = end.code or 0
+    return Done(status, stdout.getvalue(), stderr.getvalue())
