@@ -203,7 +203,7 @@ def test_every_backend_reads_the_images_and_goes_on_exactly(name: str, tmp_path:
     labels = torch.tensor([label_of(path) for path in write_images(folder, size)])
     # In a process of its own, as in the demonstration: writers fork.
     forking.run(["-c", PREPARE, name, str(folder)], modules=MODULES, env=ENVIRONMENT, check=True)
-    whole, numbers, state = list[Any](), list[int](), None
+    whole, numbers, state = list[Any](), list[int](), dict[str, Any]()
     with backend.load(folder, 12, 5, 1) as loader:
         for batch in loader:
             pixels, found, read = backend.unpack(batch, labels)

@@ -14,9 +14,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from midepoch.errors import StateCorruptError, StateMismatchError
+from midepoch.state.format import reseal
 from midepoch.world import World
 from support import reference_loader
-from support.reference_loader import ReferenceLoader, RigidLoader, reseal
+from support.reference_loader import ReferenceLoader, RigidLoader
 
 BROKEN: dict[str, type[ReferenceLoader]] = {}
 """By the one law that each fails."""

@@ -124,56 +124,35 @@ def test_descriptions_are_pinned() -> None:
 # Exact: every sample once, however the epoch is cut.
 
 
-def assert_every_sample_once(order: Order, seed: int, epoch: int) -> None:
+SEEDS = st.integers(-(2**70), 2**70)
+EPOCHS = st.integers(0, 2**40)
+BLOCKS = st.lists(st.integers(0, 200), max_size=60)
+SMALL_ORDERS: st.SearchStrategy[Order] = st.one_of(
+    st.builds(Shuffled, st.one_of(st.integers(0, 300), st.integers(65_000, 67_000), st.integers(0, 400_000))),
+    st.builds(Windowed, st.integers(0, 20_000), st.integers(1, 3000), st.integers(1, 40)),
+    st.builds(lambda sizes, window: Windowed(sum(sizes), tuple(sizes), window), BLOCKS, st.integers(1, 40)),
+)
+ANY_SIZE = st.integers(1, 10**15)
+LARGE_ORDERS: st.SearchStrategy[Order] = st.one_of(
+    st.builds(Shuffled, ANY_SIZE), st.builds(Windowed, ANY_SIZE, st.integers(1, 10**6), st.integers(1, 1000))
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(SMALL_ORDERS, SEEDS, EPOCHS)
+def test_an_epoch_has_every_sample_once(order: Order, seed: int, epoch: int) -> None:
     indices = order.epoch(seed, epoch)[:]
     assert indices.dtype == np.int64
     assert indices.shape == (order.size,)
     assert np.array_equal(np.sort(indices), np.arange(order.size))
 
 
-SEEDS = st.integers(-(2**70), 2**70)
-EPOCHS = st.integers(0, 2**40)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.one_of(st.integers(0, 300), st.integers(65000, 67000), st.integers(0, 400_000)), SEEDS, EPOCHS)
-def test_shuffled_has_every_sample_once(size: int, seed: int, epoch: int) -> None:
-    assert_every_sample_once(Shuffled(size), seed, epoch)
-
-
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(st.integers(0, 20_000), st.integers(1, 3000), st.integers(1, 40), SEEDS, EPOCHS)
-def test_windowed_has_every_sample_once(size: int, block_size: int, window: int, seed: int, epoch: int) -> None:
-    assert_every_sample_once(Windowed(size, block_size, window), seed, epoch)
-
-
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 200), max_size=60), st.integers(1, 40), SEEDS, EPOCHS)
-def test_windowed_over_variable_blocks_has_every_sample_once(
-    sizes: list[int], window: int, seed: int, epoch: int
-) -> None:
-    assert_every_sample_once(Windowed(sum(sizes), tuple(sizes), window), seed, epoch)
-
-
-ANY_SIZE = st.integers(1, 10**15)
-
-
-@settings(max_examples=1000 if CHAOS else 60, deadline=None, derandomize=True)
-@given(ANY_SIZE, st.floats(0, 1), SEEDS, EPOCHS)
-def test_shuffled_repeats_nothing_at_any_size(size: int, place: float, seed: int, epoch: int) -> None:
+@settings(max_examples=2000 if CHAOS else 120, deadline=None, derandomize=True)
+@given(LARGE_ORDERS, st.floats(0, 1), SEEDS, EPOCHS)
+def test_nothing_is_repeated_at_any_size(order: Order, place: float, seed: int, epoch: int) -> None:
+    size = order.size
     start = min(int(place * size), size - 1)
-    indices = Shuffled(size).epoch(seed, epoch)[start : min(start + 500, size)]
-    assert indices.min() >= 0 and indices.max() < size
-    assert np.unique(indices).size == indices.size == min(500, size - start)
-
-
-@settings(max_examples=1000 if CHAOS else 60, deadline=None, derandomize=True)
-@given(ANY_SIZE, st.integers(1, 10**6), st.integers(1, 1000), st.floats(0, 1), SEEDS)
-def test_windowed_repeats_nothing_at_any_size(
-    size: int, block_size: int, window: int, place: float, seed: int
-) -> None:
-    start = min(int(place * size), size - 1)
-    indices = Windowed(size, block_size, window).epoch(seed, 0)[start : min(start + 500, size)]
+    indices = order.epoch(seed, epoch)[start : min(start + 500, size)]
     assert indices.min() >= 0 and indices.max() < size
     assert np.unique(indices).size == indices.size == min(500, size - start)
 
@@ -216,11 +195,10 @@ def test_slices_agree_however_they_are_cut(order: Order) -> None:
 def test_the_part_of_a_rank_agrees_with_the_whole(order: Order, stride: int) -> None:
     whole = order.epoch(1, 2)[:]
     epoch = order.epoch(1, 2)
-    for start in range(stride // 3, order.size - 32, stride):
-        assert np.array_equal(epoch[start : start + 32], whole[start : start + 32]), start
     # The last global batch is a smaller one; then another epoch's reader starts over.
-    assert np.array_equal(epoch[order.size - 5 :], whole[order.size - 5 :])
-    assert np.array_equal(epoch[0:32], whole[0:32])
+    for start in (*range(stride // 3, order.size - 32, stride), order.size - 5, 0):
+        stop = min(start + 32, order.size)
+        assert np.array_equal(epoch[start:stop], whole[start:stop]), start
 
 
 @cut
@@ -322,16 +300,34 @@ def test_at_most_window_blocks_are_open(order: Windowed) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Cheap
-
-
-# ----------------------------------------------------------------------------------------------------
 # Bad input
+
+
+NOT_INTEGERS = (1.0, "5", None, True)
+WRONG: list[tuple[type[Exception], str, Callable[[], object]]] = [
+    *((TypeError, "seed must be an integer, got ", lambda value=each: Shuffled(9).epoch(value, 0))
+      for each in NOT_INTEGERS),
+    *((TypeError, "epoch must be an integer, got ", lambda value=each: Shuffled(9).epoch(0, value))
+      for each in NOT_INTEGERS),
+    (ValueError, "epoch must be 0 or more, got -1", lambda: Shuffled(9).epoch(0, -1)),
+    (ValueError, "block_size must be 1 or more, got 0", lambda: Windowed(10, 0, 4)),
+    (TypeError, r"block_size must be an integer, got 2\.5", lambda: Windowed(10, 2.5, 4)),  # type: ignore[arg-type]
+    (ValueError, "block_size must be 0 or more, got -1", lambda: Windowed(10, (11, -1), 4)),
+    (ValueError, "sum to 9, but size is 10; give the size of every block", lambda: Windowed(10, (4, 5), 4)),
+    (ValueError, "window must be 1 or more, got 0", lambda: Windowed(10, 2, 0)),
+    (TypeError, "window must be an integer, got None", lambda: Windowed(10, 2, None)),  # type: ignore[arg-type]
+]  # fmt: skip
+
+
+def test_what_makes_no_order_is_named() -> None:
+    for kind, told, make in WRONG:
+        with pytest.raises(kind, match=told):
+            make()
 
 
 @pytest.mark.parametrize("make", [Sequential, Shuffled, lambda size: Windowed(size, 10, 4)])
 def test_sizes_that_are_none(make: Callable[[object], Order]) -> None:
-    for value in (1.0, "5", None, True, np.float64(3)):
+    for value in (*NOT_INTEGERS, np.float64(3)):
         with pytest.raises(TypeError, match="size must be an integer, got "):
             make(value)
     with pytest.raises(ValueError, match="size must be 0 or more, got -1"):
@@ -340,32 +336,6 @@ def test_sizes_that_are_none(make: Callable[[object], Order]) -> None:
         make(10**15 + 1)
     assert make(np.int32(20)) == make(20)
     assert type(make(np.int32(20)).size) is int
-
-
-@pytest.mark.parametrize("order", [Sequential(9), Shuffled(9), Windowed(9, 2, 2)])
-def test_seeds_and_epochs_that_are_none(order: Order) -> None:
-    for value in (1.0, "5", None, True):
-        with pytest.raises(TypeError, match="seed must be an integer, got "):
-            order.epoch(value, 0)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="epoch must be an integer, got "):
-            order.epoch(0, value)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="epoch must be 0 or more, got -1"):
-        order.epoch(0, -1)
-
-
-def test_blocks_and_windows_that_are_none() -> None:
-    with pytest.raises(ValueError, match="block_size must be 1 or more, got 0"):
-        Windowed(10, 0, 4)
-    with pytest.raises(TypeError, match=r"block_size must be an integer, got 2\.5"):
-        Windowed(10, 2.5, 4)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="block_size must be 0 or more, got -1"):
-        Windowed(10, (11, -1), 4)
-    with pytest.raises(ValueError, match="sum to 9, but size is 10; give the size of every block"):
-        Windowed(10, (4, 5), 4)
-    with pytest.raises(ValueError, match="window must be 1 or more, got 0"):
-        Windowed(10, 2, 0)
-    with pytest.raises(TypeError, match="window must be an integer, got None"):
-        Windowed(10, 2, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [10, 100_000])
@@ -387,12 +357,3 @@ def test_slices_that_are_none(make: Callable[[int], Order], size: int) -> None:
     assert epoch[np.int64(1) : np.int64(4) : 1].tolist() == epoch[1:4].tolist()
     assert epoch[size:].tolist() == []
     assert epoch[:3].tolist() == epoch[0:3].tolist()
-
-
-@pytest.mark.parametrize("order", [Sequential(0), Shuffled(0), Windowed(0, 10, 4), Windowed(0, (), 4)])
-def test_an_empty_epoch(order: Order) -> None:
-    epoch = order.epoch(0, 0)
-    assert len(epoch) == 0
-    assert epoch[:].tolist() == []
-    with pytest.raises(IndexError):
-        epoch[0:1]
