@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
+import operator
 import os
 import pathlib
 import random
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["CUT_OFF", "HERE", "Known", "changed_paths", "summarize"]
+__all__ = ["CUT_OFF", "HERE", "Watch", "changed_paths", "summarize"]
 
 HERE = "#"
 """Ends a path whose value means something in this process alone: an address, a version, the length of a cache."""
@@ -47,7 +48,7 @@ _LARGEST_INT = 1 << 24  # larger ones are seeds, hashes or addresses
 
 _SCALARS = (bool, int, float, complex, str, bytes)  # not None: it is what is filled when it is first needed
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
-_ARRAYS = (np.ndarray, torch.Tensor)
+_ARRAYS = (np.ndarray, torch.Tensor, torch.nn.Parameter)
 _WITHOUT_CLASS = (
     dict, list, tuple, set, frozenset, deque, type, types.FunctionType, types.MethodType, *_ARRAYS,
 )  # fmt: skip
@@ -64,25 +65,34 @@ _TIMES = 1.5e9, 4e9  # seconds since 1970
 _mro, _dict, _name = (type.__dict__[each].__get__ for each in ("__mro__", "__dict__", "__name__"))
 
 
-Known = dict[str, tuple[Any, str, int]]
-"""By path, a number, text or truth value, its path in the summary, and its CRC."""
-
-
-def summarize(known: Known | None = None, /, **roots: Any) -> dict[str, int]:
+def summarize(**roots: Any) -> dict[str, int]:
     """The CRC of each number, text and truth value that the roots hold, and of their objects' types, by path.
 
     Args:
-        known: these numbers, texts and truth values themselves. With those of an earlier call, it takes less time.
         roots: by the names that begin their paths.
     """
-    known = {} if known is None else known
-    walk = _Walk(dict(known))
-    for name, root in roots.items():
-        walk.add(name, root, 0)
-    walk.run()
-    known.clear()
-    known.update(walk.known)
-    return walk.found
+    return _Walk(roots).found
+
+
+class Watch:
+    """The summary of the same roots, asked for again and again: it is made anew where something has moved."""
+
+    def __init__(self, roots: dict[str, Any]) -> None:
+        self._roots, self._walk = roots, _Walk(roots)
+
+    def summary(self) -> dict[str, int]:
+        """As of `summarize`; the same object as the last time if nothing has moved."""
+        for value, number, members in self._walk.parts:
+            now, held = _parts_of(value)
+            if now != number or len(held) != len(members) or not all(map(operator.is_, held, members)):
+                self._walk = _Walk(self._roots)
+                break
+        return self._walk.found
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The numbers, texts and truth values in the latest summary, by path."""
+        return self._walk.values
 
 
 def changed_paths(before: dict[str, int], after: dict[str, int]) -> list[str]:
@@ -106,13 +116,17 @@ class _Layout(NamedTuple):
     slots: list[Any]
     classes: list[type]
 
+    def own_of(self, value: Any) -> Any:
+        return {} if self.own is None else self.own.__get__(value) or {}
+
 
 class _Walk:
     """One walk in breadth.
 
     Attributes:
         found: the summary so far.
-        known: the numbers, texts and truth values in it.
+        values: the numbers, texts and truth values in it.
+        parts: `_parts_of` each object that was entered and may change.
         waiting: (path, object, depth) still to be entered.
         entered: how many objects were, or what takes as long.
         read: bytes of texts and arrays.
@@ -120,18 +134,17 @@ class _Walk:
         is_cut: an object has too many attributes.
     """
 
-    def __init__(self, before: Known) -> None:
+    def __init__(self, roots: dict[str, Any]) -> None:
         self.found: dict[str, int] = {}
-        self.known: Known = {}
-        self._before = before
+        self.values: dict[str, Any] = {}
+        self.parts: list[tuple[Any, Any, list[Any]]] = []
         self.waiting: deque[tuple[str, Any, int]] = deque()
         self.entered = self.read = 0
         self.is_full = self.is_cut = False
         self._seen: set[int] = set()
         self._of_class: dict[type, dict[str, Any]] = {}
-
-    def run(self) -> None:
-        """Enter what waits, up to the bounds."""
+        for name, root in roots.items():
+            self.add(name, root, 0)
         waiting, found = self.waiting, self.found
         while waiting and self.entered < _MOST_OBJECTS and len(found) < _MOST_PATHS and self.read < _MOST_BYTES:
             self.enter(*waiting.popleft())
@@ -149,11 +162,8 @@ class _Walk:
         if kind in _SCALARS:
             if kind is str or kind is bytes:
                 self.read += min(len(value), _LONGEST_TEXT)
-            known = self._before.get(path)
-            if known is None or known[0] is not value:
-                known = value, path if _is_steady(path, value) else path + HERE, _crc(value)
-            self.known[path] = known
-            self.found[known[1]] = known[2]
+            self.values[path] = value
+            self.found[path if _is_steady(path, value) else path + HERE] = _crc(value)
         elif issubclass(kind, enum.Enum):
             self.found[path] = _crc(value._name_)
         elif issubclass(kind, _GENERATORS):
@@ -167,22 +177,26 @@ class _Walk:
         """Note what an object holds."""
         kind = type(value)
         self.entered += 1
-        if kind in (torch.Tensor, torch.nn.Parameter, np.ndarray):
-            self._array(path, value)
+        number, members = _parts_of(value)
+        if kind is not tuple and (number is not None or members):
+            self.parts.append((value, number, members))
+        if kind in _ARRAYS:
+            found, size = number
+            self.found |= {path + name: crc for name, crc in found.items()}
+            self.read += size
         elif issubclass(kind, dict):
-            self._mapping(path, value, depth)
+            self._mapping(path, number, members, depth)
         elif issubclass(kind, (list, tuple)):
-            self._sequence(path, value, list if issubclass(kind, list) else tuple, depth)
+            self._sequence(path, value, number, members, depth)
         elif issubclass(kind, (set, frozenset)):  # whose order differs from process to process
-            members = list(value) if kind in (set, frozenset) and len(value) <= _SMALL else []
-            scalars = [each for each in members if type(each) in _SCALARS]
+            scalars = [each for each in members[:number] if type(each) in _SCALARS]
             self.read += sum(min(len(each), _LONGEST_TEXT) for each in scalars if type(each) in (str, bytes))
             self.entered += len(scalars) // _AS_LONG
             self.found[path] = sum(map(_crc, scalars)) & 0xFFFFFFFF
         elif issubclass(kind, deque):
-            self.found[path + HERE] = deque.__len__(value)
+            self.found[path + HERE] = number
         elif kind is types.FunctionType:
-            self._function(path, value, depth)
+            self._function(path, value, members, depth)
         elif kind is types.MethodType:
             self.add(f"{path}.__self__", value.__self__, depth)
             self.add(f"{path}.__func__", value.__func__, depth)
@@ -190,61 +204,36 @@ class _Walk:
             self.found[path] = _crc(f"class {_name(value)}")
         self._attributes(path, value, kind, depth)
 
-    def _mapping(self, path: str, value: Any, depth: int) -> None:
-        if dict.__len__(value) > _SMALL or any(type(key) is not str for key in dict.keys(value)):
-            self.found[path + HERE] = dict.__len__(value)  # a cache or an index
+    def _mapping(self, path: str, size: int, members: list[Any], depth: int) -> None:
+        keys, values = members[:size], members[size : 2 * size]
+        if size > _SMALL or any(type(key) is not str for key in keys):
+            self.found[path + HERE] = size  # a cache or an index
             return
-        self.entered += dict.__len__(value) // _AS_LONG
-        for key, held in list(dict.items(value)):
+        self.entered += size // _AS_LONG
+        for key, held in zip(keys, values, strict=True):
             if key not in _LEFT_OUT and len(key) <= _LONGEST_NAME and not _is_of_one_machine(key):
                 self.add(f"{path}[{key!r}]", held, depth)
 
-    def _sequence(self, path: str, value: Any, base: Any, depth: int) -> None:
-        size = self.found[f"{path}.len"] = base.__len__(value)
+    def _sequence(self, path: str, value: Any, size: int, members: list[Any], depth: int) -> None:
+        self.found[f"{path}.len"] = size
         if size <= _SMALL:
             self.entered += size // _AS_LONG
-            for place in range(size):
-                self.add(f"{path}[{place}]", base.__getitem__(value, place), depth)
+            for place, held in enumerate(members[:size]):  # its attributes follow
+                self.add(f"{path}[{place}]", held, depth)
             return
-        places = (number * (size - 1) // (_PLACES - 1) for number in range(_PLACES))
-        members = [base.__getitem__(value, each) for each in places]
+        members = members[:_PLACES]
         widest = max((len(each) for each in members if type(each) is tuple), default=1)
         self.entered += 4 * max(1, min(widest, _WIDEST))  # it takes as long as that many objects
         self.found[f"{path}[*]"] = zlib.crc32(b",".join(map(_item, members)))
         self.found[f"{path}[*]{HERE}"] = id(value)
 
-    def _function(self, path: str, value: types.FunctionType, depth: int) -> None:
-        constants = b"".join(map(_item, value.__code__.co_consts[1:_SMALL]))  # the first may be the docstring
+    def _function(self, path: str, value: types.FunctionType, members: list[Any], depth: int) -> None:
+        code, defaults, *cells = members  # and its attributes
+        constants = b"".join(map(_item, code.co_consts[1:_SMALL]))  # the first may be the docstring
         self.found[path] = zlib.crc32(constants, _crc(f"{value.__module__}.{value.__qualname__}"))
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            for held in _held(types.CellType.cell_contents, cell):
-                self.add(f"{path}.{name}", held, depth)
-        self.add(f"{path}.defaults", value.__defaults__, depth)
-
-    def _array(self, path: str, value: Any) -> None:
-        if type(value) is not np.ndarray and value.is_nested:  # it has no shape
-            self.found[path] = _crc("nested")
-            return
-        crc = _crc(f"{value.dtype} {tuple(value.shape)}")
-        if type(value) is np.ndarray:
-            owner = value
-            while type(owner.base) is np.ndarray:
-                owner = owner.base
-            read = owner.base is None and not value.dtype.hasobject  # else a file that is mapped, or objects
-            self.found[path + HERE] = value.__array_interface__["data"][0]
-        else:
-            # What lies in shared memory is the same in every process at each moment.
-            read = value.device.type == "cpu" and value.layout is torch.strided and not value.requires_grad
-            read = read and not value.is_shared()
-            if read:
-                self.found[path + HERE] = _crc(repr((value.data_ptr(), value._version)))
-        if read and value.nbytes:
-            whole = value.nbytes <= _SMALL_ARRAY
-            some = (value if whole else value[:: -(-len(value) // _PLACES)]).reshape(-1)
-            some = some if whole else some[:_PLACES]
-            self.read += some.nbytes
-            crc = zlib.crc32(some.tobytes() if type(value) is np.ndarray else _bytes_of(some), crc)
-        self.found[path] = crc
+        for name, held in zip(code.co_freevars, cells, strict=False):
+            self.add(f"{path}.{name}", held, depth)
+        self.add(f"{path}.defaults", defaults, depth)
 
     def _attributes(self, path: str, value: Any, kind: type, depth: int) -> None:
         layout = _layout(kind)
@@ -253,12 +242,13 @@ class _Walk:
         if not issubclass(kind, _WITHOUT_CLASS):
             self.found[path] = _crc(_name(kind))
         if kind not in self._of_class:
+            self.parts.extend((each, *_parts_of(each)) for each in layout.classes)
             members = itertools.chain.from_iterable(map(_first_members, layout.classes))
             self._of_class[kind] = {name: member for name, member in members if type(member) in _SCALARS}
         attributes = self._of_class[kind] | {
             slot.__name__: each for slot in layout.slots for each in _held(slot, value)
         }
-        own = {} if layout.own is None else layout.own.__get__(value) or {}
+        own = layout.own_of(value)
         if len(own) > _MOST_ATTRIBUTES:
             self.found[path + HERE], self.is_cut = len(own), True
             return
@@ -267,6 +257,64 @@ class _Walk:
         for name in names[: 4 * _SMALL]:
             if name not in _LEFT_OUT and not name.startswith("__"):
                 self.add(f"{path}.{name}", attributes[name], depth)
+
+
+def _parts_of(value: Any) -> tuple[Any, list[Any]]:
+    """What an object holds: what can be compared, None without any, and members, which are the same until replaced."""
+    kind: type = type(value)
+    number: Any = None
+    members: list[Any] = []
+    if kind in _ARRAYS:
+        number = _array(value)
+    elif issubclass(kind, dict):
+        number = dict.__len__(value)
+        if number <= _SMALL:
+            members = [*dict.keys(value), *dict.values(value)]
+    elif issubclass(kind, (list, tuple)):
+        base: Any = list if issubclass(kind, list) else tuple
+        number = size = base.__len__(value)
+        places = range(size) if size <= _SMALL else (each * (size - 1) // (_PLACES - 1) for each in range(_PLACES))
+        members = [base.__getitem__(value, each) for each in places]
+    elif issubclass(kind, (set, frozenset)):
+        number = len(value) if kind in (set, frozenset) else 0
+        members = list(value) if 0 < number <= _SMALL else []
+    elif issubclass(kind, deque):
+        number = deque.__len__(value)
+    elif kind is types.FunctionType:
+        cells = (next(_held(types.CellType.cell_contents, each), None) for each in value.__closure__ or ())
+        members = [value.__code__, value.__defaults__, *cells]
+    elif issubclass(kind, type):
+        members = [*_dict(value), *_dict(value).values()]
+    layout = _layout(kind)
+    if not layout.opaque:
+        own = layout.own_of(value)
+        members += (kind, *own, *own.values(), *(each for slot in layout.slots for each in _held(slot, value)))
+    return number, members
+
+
+def _array(value: Any) -> tuple[dict[str, int], int]:
+    """By what to add to its path, what tells of an array; and how many of its bytes were read for it."""
+    if type(value) is not np.ndarray and value.is_nested:  # it has no shape
+        return {"": _crc("nested")}, 0
+    crc, here, size = _crc(f"{value.dtype} {tuple(value.shape)}"), dict[str, int](), 0
+    if type(value) is np.ndarray:
+        owner = value
+        while type(owner.base) is np.ndarray:
+            owner = owner.base
+        read = owner.base is None and not value.dtype.hasobject  # else a file that is mapped, or objects
+        here = {HERE: value.__array_interface__["data"][0]}
+    else:
+        # What lies in shared memory is the same in every process at each moment.
+        read = value.device.type == "cpu" and value.layout is torch.strided and not value.requires_grad
+        read = read and not value.is_shared()
+        if read:
+            here = {HERE: _crc(repr((value.data_ptr(), value._version)))}
+    if read and value.nbytes:
+        whole = value.nbytes <= _SMALL_ARRAY
+        some = (value if whole else value[:: -(-len(value) // _PLACES)]).reshape(-1)
+        some = some if whole else some[:_PLACES]
+        size, crc = some.nbytes, zlib.crc32(some.tobytes() if type(value) is np.ndarray else _bytes_of(some), crc)
+    return {"": crc, **here}, size
 
 
 @functools.lru_cache(maxsize=4096)
@@ -280,9 +328,9 @@ def _layout(kind: type) -> _Layout:
         for name, member in _first_members(each):
             if name == "__dict__" and type(member) in (types.GetSetDescriptorType, types.MemberDescriptorType):
                 own = member
-            elif type(member) is types.MemberDescriptorType:
+            elif type(member) is types.MemberDescriptorType and not name.startswith("__"):
                 slots.append(member)
-        if module not in _CLOSED and module != "torch":
+        if module not in _CLOSED and module != "torch" and each is not types.FunctionType:
             programs.append(each)
     return _Layout(kind not in _ENTERED and (of_library or moves), own, slots, programs)
 

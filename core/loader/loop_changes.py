@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from ..errors import warn
 from ..state.changed import REST, changed_text, parse_changed
-from ..summary import CUT_OFF, HERE, Known, summarize
+from ..summary import CUT_OFF, HERE, Watch
 from ..trying import Finding
 from .adapter import Adapter
 
@@ -43,10 +43,9 @@ class LoopChanges:
         self._adapter = adapter
         self._known: _Look = {}  # as the readers had it
         self._expected: _Look = {}  # of a loaded state, until a pass begins
-        self._roots: dict[str, Any] = {}  # of the pass
+        self._watch = Watch({})  # over the objects whose code reads in this pass
         self._summary: dict[str, int] = {}  # at the latest look, and that look
         self._latest: _Look = {}
-        self._values: Known = {}
         self._held: _Look | None = None  # by the readers of this epoch, of all attributes; None before the first pass
         self._by_reading: set[str] = set()
         self._told: set[str] = set()  # what was said to move from pass to pass, or after workers had started
@@ -61,12 +60,12 @@ class LoopChanges:
         """Compare with the `text` of a loaded state when the next pass begins, and with what is held now."""
         self._known = parse_changed(text)
         self._expected = {path: value for path, value in self._known.items() if path != REST}
-        self._roots = self._named()
+        self._watch = Watch(self._named())
         self._held, self._was_loaded = self._look(), True
 
     def opened(self, inside: bool) -> None:
         """A session was opened. `inside`: within an epoch, so what its readers had is known."""
-        self._roots = self._named()
+        self._watch = Watch(self._named())
         look = self._look()
         self.since_saved = any(_of(look, path) != value for path, value in self._expected.items())
         # At a boundary the loop may have set them for the next epoch. What it has not set since the load, it has not.
@@ -142,11 +141,11 @@ class LoopChanges:
         return roots
 
     def _look(self) -> _Look:
-        summary = summarize(self._values, **self._roots) if self._roots else {}
-        if summary != self._summary:
-            self._summary = summary
+        summary = self._watch.summary()
+        if summary is not self._summary:
+            self._summary, values = summary, self._watch.values
             self._latest = {
-                path: _short(self._values[path][0] if path in self._values else None, crc)
+                path: _short(values.get(path), crc)
                 for path, crc in summary.items()
                 if not path.endswith(HERE) and path != CUT_OFF and _OF_CALLERS not in path
             }

@@ -65,12 +65,13 @@ _FIELDS: dict[str, tuple[tuple[type, ...], int, int]] = {
 }
 
 FIELDS = tuple(_FIELDS)
+_SUMMED = FIELDS[:-1]  # all but the checksum
+_compact = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def _checksum(state: Mapping[str, Any]) -> str:
     # A list in our own order, because a checkpoint library may return the keys in another one.
-    text = json.dumps([state[name] for name in FIELDS if name != "checksum"], separators=(",", ":"))
-    return f"{zlib.crc32(text.encode()):08x}"
+    return f"{zlib.crc32(_compact([state[name] for name in _SUMMED]).encode()):08x}"
 
 
 def build(**fields: Any) -> State:

@@ -22,7 +22,7 @@ from ..loader.part import Part
 from ..randomness.streams import without_keys
 from ..reading.exposed import exposed_samplers
 from ..reading.private import shut_down
-from ..summary import HERE, Known, summarize
+from ..summary import HERE, Watch
 from ..wrapping import wrap
 from .examine import Examination
 from .law import law
@@ -278,10 +278,9 @@ def _attributes(thing: Any) -> dict[str, Any]:
 
 def _visible(source: Any) -> dict[str, Hashable]:
     """Path -> value of the public numbers, texts and truth values in the user's own objects; of containers, lengths."""
-    known: Known = {}
-    summary = {} if source is None else summarize(known, **_parts(source))
-    lengths = {path: size for path, size in summary.items() if path.removesuffix(HERE).endswith(".len")}
-    values = {path: repr(value) if type(value) is float else value for path, (value, _, _) in known.items()}
+    watch = Watch({} if source is None else _parts(source))
+    lengths = {path: size for path, size in watch.summary().items() if path.removesuffix(HERE).endswith(".len")}
+    values = {path: repr(value) if type(value) is float else value for path, value in watch.values.items()}
     return {path: value for path, value in (lengths | values).items() if "._" not in path}
 
 

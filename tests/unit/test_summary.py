@@ -24,7 +24,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 import midepoch
 from midepoch import MidepochError, MidepochWarning
 from midepoch.loader.loader import Loader
-from midepoch.summary import CUT_OFF, HERE, _Walk, changed_paths, summarize
+from midepoch.summary import CUT_OFF, HERE, Watch, _Walk, changed_paths, summarize
 from support import sources
 from support.places import TESTS
 
@@ -115,10 +115,11 @@ CHANGES: dict[str, tuple[Callable[[Holding], Any], str]] = {
 def test_what_a_program_changes_has_its_path(name: str) -> None:
     change, path = CHANGES[name]
     dataset = Holding()
-    before = summarize(data=dataset)
-    assert summarize(data=dataset) == before
+    watch, before = Watch({"data": dataset}), summarize(data=dataset)
+    assert watch.summary() is watch.summary() == summarize(data=dataset) == before
     change(dataset)
     assert path in changed_paths(before, summarize(data=dataset))
+    assert watch.summary() == summarize(data=dataset)
 
 
 class Own(midepoch.StatefulIterable):
@@ -260,10 +261,7 @@ def test_a_summary_looks_at_a_bounded_number(make: Callable[[], Any], most: int)
     value = make()
     assert 10 < calls_of(value) <= most
     assert summarize(data=value) == summarize(data=value) and len(summarize(data=value)) <= 1100
-    walk = _Walk({})
-    walk.add("data", value, 0)
-    walk.run()
-    assert walk.read < (1 << 20) + 64 * 4096, "bytes"
+    assert _Walk({"data": value}).read < (1 << 20) + 64 * 4096, "bytes"
 
 
 def test_what_is_cut_off_is_said_and_is_no_change() -> None:
