@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import warn
+from ..errors import StateError, warn
 from ..loader.body import Body
 from ..loader.loader import Loader
 from ..loader.reading import History, Reading
-from ..order.holes import Holes, text_of_omit
+from ..order.holes import Holes, Omit
 
 __all__ = ["Ledger", "described", "is_count", "ledger_path", "seal", "unseal"]
 
@@ -103,8 +103,8 @@ def described(loader: Loader, reading: Reading) -> dict[str, Any]:
     if not (can := adapter.stated_promises.skips) and facts.order is None:
         return {"unknown": can.reason}
     try:
-        omit = text_of_omit({run.epoch: skipped}, run.epoch, holes)
-    except ValueError as error:
+        omit = Omit({run.epoch: skipped}, run.epoch, holes).text(run.epoch)
+    except StateError as error:
         return {"unknown": str(error)}
     return {
         "epoch": run.epoch, "position": run.position, "seed": run.seed,

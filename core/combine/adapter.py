@@ -61,7 +61,7 @@ class CombinedAdapter(Adapter):
                     f"part {part.name} keeps its own state, and a combination asks for those before its last batches. "
                     "Wrap it with remember=1, or with as many as in_flight may be: midepoch.wrap(source, remember=1)"
                 )
-            if part.loader.skipped or part.context.done:
+            if part.context.omit.text(part.loader.epoch):
                 raise UnsupportedSourceError(f"part {part.name} skips, and a combination cannot: wrap it anew")
             part.context.is_part = True
         self.mode: Mode = options.settings["mode"]

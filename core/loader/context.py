@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import MidepochError, UnsupportedSourceError
-from ..order.holes import Holes
+from ..order.holes import Omit
 from ..randomness.streams import process_seed
 from ..world import Share, World, warn_of_mesh
 from .adapter import Adapter, Options, Run, Session
@@ -23,8 +23,7 @@ class RunContext:
         adapter, options: of the source.
         resharded: the last world given to `Loader.reshard`.
         last: the world of the last pass; None if any other may follow.
-        skips: the positions to leave out, by epoch.
-        done: the positions of the loaded epoch that are finished beyond its place; empty without any.
+        omit: the positions that epochs leave out.
         tickets: of batches that are finished one by one; None until one is asked for.
         is_part: the loader is part of a combination, where a batch that fails is given again unless the user states
             otherwise, and the place stays at the end of an epoch of unknown length until the next one begins.
@@ -38,8 +37,7 @@ class RunContext:
         self._seed_is_private = options.seed is None and not adapter.facts.seed_is_shared
         self.resharded: World | None = None
         self.last: World | None = None
-        self.skips: dict[int, Holes] = {}
-        self.done: dict[int, Holes] = {}
+        self.omit = Omit()
         self.tickets: Tickets | None = None
         self.is_part = False
         self._mesh_checked = False
@@ -106,15 +104,10 @@ class RunContext:
             part.check_reshard(world)
         adapter.size(self.seed(world), epoch, world)  # some sources are made for one world
 
-    def left_out(self, epoch: int) -> Holes | None:
-        """The positions of an epoch that are skipped, or finished beyond the loaded place; None without any."""
-        skipped, done = self.skips.get(epoch), self.done.get(epoch)
-        return skipped if done is None else Holes([*done, *(skipped or ())])
-
     def around(self, share: Share | None, epoch: int, whole: bool = False) -> Share | None:
         """A share of an epoch, less what is left out. `whole`: of the whole epoch, of which none is finished."""
-        holes = self.skips.get(epoch) if whole else self.left_out(epoch)
-        if share is None or holes is None:
+        holes = self.omit.skips.get(epoch) if whole else self.omit.of(epoch)
+        if share is None or not holes:
             return share
         return replace(share, size=holes.place_of(share.size), start=holes.place_of(share.start))
 

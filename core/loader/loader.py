@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Self, TypeVar
 
 from ..backends import COUNTING_TRAINERS
 from ..errors import MidepochError, StateError, UnsupportedSourceError, warn
+from ..order.holes import Holes
 from ..sharding import length_of
 from ..state.format import State
 from ..state.parts import part_of
@@ -214,7 +215,7 @@ class Loader(Generic[Batch]):
         world = self._context.world()
         share = self._progress.share(world, self.epoch, 0, whole=True)
         if share is not None:
-            stated, skips = self._adapter.facts.stated_size, self.epoch in self._context.skips
+            stated, skips = self._adapter.facts.stated_size, self.epoch in self._context.omit.skips
             size = None if stated is None or skips else stated(self.epoch, world)
             return share.steps if size is None else replace(share, size=size).steps
         # As the source itself says. Nothing is built on it: the epoch ends where the source does.
@@ -438,7 +439,7 @@ class Loader(Generic[Batch]):
     @property
     def skipped(self) -> dict[int, list[tuple[int, int]]]:
         """The positions that this epoch and later ones leave out, as ranges [start, stop), by epoch."""
-        return {each: list(holes) for each, holes in sorted(self._context.skips.items()) if each >= self.epoch}
+        return {each: list(holes) for each, holes in sorted(self._context.omit.skips.items()) if each >= self.epoch}
 
     # --- batches that are finished in any order ---
 
@@ -500,7 +501,8 @@ class Loader(Generic[Batch]):
             return states[0]
         if not all(taken):
             raise MidepochError(f"rank {taken.index(False)} takes no tickets, and others do: take them on every rank")
-        return self._progress.united([part_of(each["detail"], rank, len(states)) for rank, each in enumerate(states)])
+        parts = [part_of(each["detail"], rank, len(states)) for rank, each in enumerate(states)]
+        return self._progress.united(map(Holes.parse, parts))
 
     # --- ranks that leave and join while training goes on ---
 

@@ -21,12 +21,13 @@ import enum
 import logging
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Self
 
 from ..errors import MidepochError, SourceError, StateError, warn
 from ..order import MAXIMUM_SIZE
-from ..order.holes import Holes, parse_omit, text_of_omit
+from ..order.holes import Holes, Omit
 from ..state.format import State, reseal
 from ..state.parts import single_part
 from ..world import Share, World
@@ -238,7 +239,8 @@ class Progress:
 
     def _has_done(self, epoch: int, position: int) -> bool:
         """Whether something of an epoch was done at a place."""
-        return position > 0 or epoch in self.context.done
+        omit = self.context.omit
+        return position > 0 or (omit.done.total > 0 and omit.epoch == epoch)
 
     def last_given(self) -> tuple[Share | None, int]:
         """Of the batch handed out last: its session's share, None if unknown, and the batches up to this one."""
@@ -292,27 +294,17 @@ class Progress:
             return dict(loaded)
         return self.state_at(self.here())
 
-    def state_at(self, place: Place, done: Holes | None = None) -> State:
-        """The state at a place. `done`: what is finished beyond it, if not as it was loaded."""
+    def state_at(self, place: Place, omit: Omit | None = None) -> State:
+        """The state at a place. `omit`: if not as it was loaded."""
         context, reading = self.context, self.reading
+        omit = context.omit if omit is None else omit
         world = context.world() if reading is None else reading.run.world
         if why := context.adapter.unreachable(place):
             warn(f"{why}. Save after a batch: no other loader can load this state")
-        last_read = place.epoch if self._has_done(place.epoch, place.position) or done else place.epoch - 1
-        try:
-            omit = self._omit(place.epoch, place.position, done)
-        except ValueError as error:
-            cure = "skip fewer, longer ranges, or finish the oldest batches first"
-            raise StateError(f"{error}: {cure}, before position {place.position} the rest") from None
-        return self.states.build(place, context.seed(world), world, self.states.witness(last_read), omit)
-
-    def _omit(self, epoch: int, position: int, done: Holes | None = None) -> str:
-        """What a state at a place leaves out. `done`: as for `state_at`."""
-        if not (self.context.skips or self.context.done or done):
-            return ""
-        if done is None and epoch in self.context.done:
-            done = Holes((max(start, position), stop) for start, stop in self.context.done[epoch])
-        return text_of_omit(self.context.skips, epoch, done)
+        last_read = place.epoch if place.position or omit.done_of(place.epoch) else place.epoch - 1
+        witness = self.states.witness(last_read)
+        text = omit.text(place.epoch, place.position)
+        return self.states.build(place, context.seed(world), world, witness, text)
 
     # --- tickets ---
 
@@ -325,19 +317,18 @@ class Progress:
             if self.reading is not reading:
                 self.suspend()  # a look at the next epoch's first batch, which has no ticket yet
             context.tickets = Tickets()
-            self._begin_tickets(reading, context.tickets)
-            context.tickets.finish_before(reading.steps - 1)
+            self._begin_tickets(reading, context.tickets, reading.steps - 1)
         run = reading.run
         return Ticket(run.session, run.epoch, run.world.rank, reading.steps - 1)
 
-    def _begin_tickets(self, reading: Reading, tickets: Tickets) -> None:
+    def _begin_tickets(self, reading: Reading, tickets: Tickets, done: int = 0) -> None:
         run, without_end = reading.run, self.context.adapter._share_of
-        tickets.begin(reading, run.share or without_end(MAXIMUM_SIZE, reading.start, run.world))
+        tickets.begin(reading, run.share or without_end(MAXIMUM_SIZE, reading.start, run.world), done)
 
     def check_left(self, epoch: int) -> None:
         """Raise a MidepochError if the loader would go on to an epoch, and tickets of the one before are open."""
         tickets = self.context.tickets
-        if tickets is not None and tickets.epoch not in (None, epoch) and (count := tickets.open):
+        if tickets is not None and tickets.epoch not in (None, epoch) and (count := tickets.count):
             raise MidepochError(
                 f"epoch {tickets.epoch} cannot be left: {count} of its batches {'is' if count == 1 else 'are'} not "
                 "finished; finish them, or load midepoch.gather(loader), after which they are given again"
@@ -345,45 +336,46 @@ class Progress:
 
     def _state_of(self, tickets: Tickets) -> State:
         """The state where batches are finished one by one: in a larger world, this rank's part of it."""
-        self.here()  # raises if it is not known
-        mine, run = self._own_part(tickets), tickets.first.run
-        if run.world.world_size == 1:
-            return self.united([mine])
-        state = self.state_at(Place(run.epoch, run.position, tickets.last[0].session.detail(None)))
-        detail, witness = single_part(run.world.rank, mine), self.states.witness(run.epoch)
-        return reseal({**state, "detail": detail, "witness": witness})
+        here, world, still = self.here(), tickets.last.reading.run.world, tickets.open()
+        if world.world_size == 1:
+            return self.united([still])
+        if self._is_past(tickets):
+            here = Place(tickets.last.reading.run.epoch, tickets.size)
+        state = self.state_at(here._replace(detail=tickets.last.reading.session.detail(None)))
+        return reseal({**state, "detail": single_part(world.rank, still.text())})
 
-    def united(self, parts: Sequence[str]) -> State:
-        """The state, from the parts of all ranks."""
-        tickets = self.context.tickets
-        assert tickets is not None  # which have made the parts
-        place, beyond = self._frontier(tickets, parts)
-        return self.state_at(place, beyond)
+    def _is_past(self, tickets: Tickets) -> bool:
+        """Whether all batches of their epoch were handed out."""
+        return self.epoch != tickets.epoch or self.is_at_end
+
+    def united(self, parts: Iterable[Holes]) -> State:
+        """The state, where each rank has these batches open."""
+        return self.state_at(*self._frontier(parts))
 
     def frontier(self) -> tuple[int, int]:
         """As `Loader.frontier`."""
         tickets = self.context.tickets
         if tickets is None or tickets.epoch is None:
             return self.epoch, self.position
-        place, _ = self._frontier(tickets, [self._own_part(tickets)] * tickets.first.run.world.world_size)
-        return place.epoch, place.position
+        return self._frontier([tickets.open()])[0][:2]
 
-    def _own_part(self, tickets: Tickets) -> str:
-        return tickets.text(ended=self.epoch != tickets.epoch or self.is_at_end)
-
-    def _frontier(self, tickets: Tickets, parts: Sequence[str]) -> tuple[Place, Holes]:
-        """The place before which all is finished, and what is finished beyond it, from the parts of all ranks."""
-        (reading, size), first = tickets.last, tickets.first.run
-        known = [(0, first.position), *self.context.done.get(first.epoch, ()), *tickets.finished(parts)]
-        past = Holes([*known, *self.context.skips.get(first.epoch, ())])
-        frontier = past.stops[0] if 0 in past else 0
-        if frontier < size and not all(part.startswith("1") for part in parts):
-            beyond = Holes((max(start, frontier), stop) for start, stop in known)
-            return Place(first.epoch, frontier, reading.session.detail(None)), beyond
-        if self.epoch != first.epoch or self.is_at_end:
-            return self.here(), Holes()
-        following = self.place_at(first.epoch + 1, 0)  # of which this rank has not been told
-        return following if self.body is None else following.before(size), Holes()
+    def _frontier(self, parts: Iterable[Holes]) -> tuple[Place, Omit]:
+        """The place before which all is finished, and what is left out from there on, from what each rank has open."""
+        tickets, omit = self.context.tickets, self.context.omit
+        assert tickets is not None  # which have made the parts
+        reading, size, still = tickets.last.reading, tickets.size, Holes(each for part in parts for each in part)
+        epoch, taken = reading.run.epoch, size if self._is_past(tickets) else self.position
+        # Where nothing is open, what was handed out is finished, and what was when the state was loaded.
+        known = Holes([(0, taken), *omit.done_of(epoch)])
+        done = Holes(span for ends in known for span in still.spans(*map(still.place_of, ends)))
+        past = Holes([*done, *omit.skips.get(epoch, ())])
+        frontier = past.stops[0] if past.starts[:1] == [0] else 0
+        if frontier < size:
+            return Place(epoch, frontier, reading.session.detail(None)), replace(omit, epoch=epoch, done=done)
+        if self._is_past(tickets):
+            return self.here(), omit
+        following = self.place_at(epoch + 1, 0)  # of which this rank has not been told
+        return following if self.body is None else following.before(size), omit
 
     def check(self, state: State) -> tuple[State, Place]:
         """A copy of `state`, if this loader can continue from it, and its place. Raises StateError if it cannot."""
@@ -395,28 +387,25 @@ class Progress:
         self.move(place, checked)
         self.loaded = checked
         self.context.take_seed(checked["seed"])
-        self.context.skips, done = parse_omit(checked["omit"], place.epoch)
-        self.context.done = {place.epoch: done} if done else {}
+        self.context.omit = Omit.parse(checked["omit"], place.epoch)
         self.states.expect(checked)
 
     # --- what is left out ---
 
     def skip(self, start: int, stop: int, epoch: int) -> None:
         """As `Loader.skip`, with checked arguments."""
-        context = self.context
-        skips = {**context.skips, epoch: Holes([*context.skips.get(epoch, ()), (start, stop)])}
-        try:
-            text_of_omit(skips, self.epoch, context.done.get(self.epoch))
-        except ValueError as error:
-            raise StateError(f"{error}: skip fewer, longer ranges") from None
+        omit = self.context.omit.with_skip(epoch, start, stop)
+        omit.text(self.epoch)  # raises if no state can hold it
         if epoch == self.epoch and self.reading is not None:
             self.divide_anew()  # what was handed out is where it was
-        context.skips = skips
+        self.context.omit = omit
         self.loaded, self.committed = self._skipping(self.loaded), self._skipping(self.committed)
 
     def _skipping(self, state: State | None) -> State | None:
         """A state with what is skipped now."""
-        return None if state is None else reseal({**state, "omit": self._omit(state["epoch"], state["position"])})
+        if state is None:
+            return None
+        return reseal({**state, "omit": self.context.omit.text(state["epoch"], state["position"])})
 
     # --- going elsewhere ---
 
@@ -436,7 +425,7 @@ class Progress:
     def move(self, place: Place, state: State | None = None) -> None:
         """Be at `place`, which counts as committed where commits are used. `state`: its state, if that is known."""
         seed = self.context.seed(self.context.world()) if state is None else state["seed"]
-        self.context.done = {}
+        self.context.omit = replace(self.context.omit, done=Holes())
         self.put(place)
         self.context.adapter.prepare(place, seed, "moved")
         self.origin = place
@@ -493,17 +482,16 @@ class Progress:
         world = context.enter()
         seed, place, skipped = context.seed(world), self.place.known(), self.skipped if self.failed else 0
         if skipped:
-            holes = context.left_out(place.epoch)
-            after = skipped * adapter.units_per_step(world)
-            after += place.position if holes is None else holes.place_of(place.position)
-            place = self.place_at(place.epoch, after if holes is None else holes.position_of(after))
-        leaves_out = bool(context.skips or context.done)
+            holes = context.omit.of(place.epoch)
+            after = holes.place_of(place.position) + skipped * adapter.units_per_step(world)
+            place = self.place_at(place.epoch, holes.position_of(after))
+        omit = context.omit if context.omit.skips or context.omit.done.total else None
         while True:
             share = None
             if not place.at_end:
                 adapter.prepare(place, seed, "opened")
                 share = adapter.share(seed, place.epoch, place.position, world, place.detail)
-                share = context.around(share, place.epoch) if leaves_out else share
+                share = share if omit is None else context.around(share, place.epoch)
                 if share is None or share.global_steps or not self._has_done(place.epoch, place.position):
                     break
             # Less than one global batch is left.
@@ -520,9 +508,9 @@ class Progress:
                 self.origin = place._replace(detail=detail)  # as the source says it now, which reading changes
             self.place = place._replace(detail=detail)
         looks, expects = self.states.looks(place.epoch), self.states.expected
-        holes, skips = (context.left_out(place.epoch), context.skips.get(place.epoch)) if leaves_out else (None, None)
+        left_out, skips = (None, None) if omit is None else (omit.of(place.epoch) or None, omit.skips.get(place.epoch))
         tail = adapter.tail_in_use if share is None else share.tail
-        run = Run(place.epoch, place.position, seed, world, share, tail, detail, looks, expects, [], holes, skips)
+        run = Run(place.epoch, place.position, seed, world, share, tail, detail, looks, expects, [], left_out, skips)
         remembers = context.options.remember > 0 or adapter.facts.remembers
         step = adapter.units_per_step(world) if share is None else share.global_batch
         self.reading = reading = Reading(context.session(run), run, step, remembers)

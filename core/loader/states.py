@@ -10,7 +10,7 @@ import json
 from typing import Any, Literal, NoReturn
 
 from ..errors import StateCorruptError, StateMismatchError, warn
-from ..order.holes import Holes, parse_omit
+from ..order.holes import Omit
 from ..state import format as states
 from ..state import parts
 from ..state.changed import parse_changed
@@ -155,20 +155,16 @@ class States:
                 "midepoch.gather(loader) returns (call it on every rank)"
             )
 
-    def _check_omit(self, omit: str, place: Place, size: int | None) -> None:
+    def _check_omit(self, text: str, place: Place, size: int | None) -> None:
         """Raise a StateError unless this source can leave out what a state leaves out."""
-        epoch = place.epoch
-        try:
-            skips, done = parse_omit(omit, epoch)
-        except ValueError as error:
-            raise StateCorruptError(f"omit is damaged ({error}): use an undamaged state") from None
-        can = self._context.adapter.promises.skips
-        if omit and (self._context.is_part or not can):
+        omit, can = Omit.parse(text, place.epoch), self._context.adapter.promises.skips
+        if text and (self._context.is_part or not can):
             raise StateMismatchError(f"the state skips positions, and this source cannot ({can.reason}): load another")
-        stops = [*done.stops, *skips.get(epoch, Holes()).stops]
-        if (size is not None and stops and max(stops) > size) or (done and done.starts[0] < place.position):
+        holes = omit.of(place.epoch)
+        beyond = holes and size is not None and holes.stops[-1] > size
+        if beyond or (omit.done and omit.done.starts[0] < place.position):
             raise StateCorruptError(
-                f"omit does not fit position {place.position} of epoch {epoch}, of {size}: use an undamaged state"
+                f"omit does not fit position {place.position} of epoch {place.epoch}, of {size}: use an undamaged state"
             )
 
     def _warn_of_package(self, fingerprint: str) -> None:

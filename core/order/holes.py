@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import gcd
 from operator import sub
 
-__all__ = ["MOST_HOLES", "Holes", "parse_omit", "pieces_of", "text_of_omit"]
+import numpy as np
+
+from ..errors import StateCorruptError, StateError
+
+__all__ = ["MOST_HOLES", "Holes", "Omit", "pieces_of"]
 
 MOST_HOLES = 512
 """Intervals in a state, of all epochs and of what is finished together."""
 
-LONGEST = 3584
-"""Characters of all of them in a state."""
-
-_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_LONGEST = 3584  # characters of all of them in a state
 _PART = re.compile(r"(done|\d{1,19}):([0-9a-z]{1,12}(?:\.[0-9a-z]{1,12}\.[0-9a-z]{1,12})+)")
 
 
@@ -49,10 +51,6 @@ class Holes:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def __contains__(self, position: int) -> bool:
-        i = bisect_right(self.starts, position)
-        return i > 0 and position < self.stops[i - 1]
-
     def position_of(self, place: int) -> int:
         """The position of a place."""
         return place + self._before[bisect_right(self._places, place)]
@@ -77,7 +75,7 @@ class Holes:
         ends = [0, *(end for interval in self for end in interval)]
         steps = list(map(sub, ends[1:], ends))
         unit = gcd(*steps) or 1
-        return ".".join(map(_base_36, [unit, *(step // unit for step in steps)]))
+        return ".".join(np.base_repr(number, 36).lower() for number in [unit, *(step // unit for step in steps)])
 
     @classmethod
     def parse(cls, text: str) -> Holes:
@@ -87,52 +85,69 @@ class Holes:
         return cls(zip(ends[1::2], ends[2::2], strict=True))
 
 
-def _base_36(number: int) -> str:
-    text = ""
-    while number:
-        number, digit = divmod(number, 36)
-        text = _DIGITS[digit] + text
-    return text or "0"
+_NONE = Holes()
 
 
-def text_of_omit(skips: dict[int, Holes], epoch: int, done: Holes | None = None) -> str:
-    """What an epoch and later ones leave out, as text: ``done:HOLES EPOCH:HOLES EPOCH:HOLES``; empty without holes.
+@dataclass(frozen=True)
+class Omit:
+    """What epochs leave out.
 
-    What is finished is written by places, so that a skip within it makes no more intervals of it.
-
-    Args:
-        skips: by epoch.
-        epoch: of the state; those before it are left out.
-        done: what is finished beyond the state's position.
-
-    Raises:
-        ValueError: there are too many intervals for a state.
+    Attributes:
+        skips: what was skipped, by epoch.
+        epoch, done: what is finished of this epoch beyond the position of its state.
     """
-    skipped = skips.get(epoch, Holes())
-    places = Holes((skipped.place_of(start), skipped.place_of(stop)) for start, stop in done or ())
-    kept = {each: holes for each, holes in sorted(skips.items()) if each >= epoch}
-    parts = {name: holes for name, holes in (("done", places), *kept.items()) if holes.total}
-    text, count = " ".join(f"{each}:{holes.text()}" for each, holes in parts.items()), sum(map(len, parts.values()))
-    if count > MOST_HOLES or len(text) > LONGEST:
-        raise ValueError(f"{count} intervals in {len(text)} characters, and a state holds {MOST_HOLES} in {LONGEST}")
-    return text
 
+    skips: Mapping[int, Holes] = field(default_factory=dict)
+    epoch: int = 0
+    done: Holes = _NONE
 
-def parse_omit(text: str, epoch: int) -> tuple[dict[int, Holes], Holes]:
-    """The skips by epoch, and what is finished. Raises ValueError unless `text_of_omit` has written it."""
-    skips, places = dict[int, Holes](), Holes()
-    for part in text.split():
-        if (match := _PART.fullmatch(part)) is None:
-            raise ValueError(f"{part!r:.40} is not EPOCH:INTERVALS")
-        if match[1] == "done":
-            places = Holes.parse(match[2])
-        else:
-            skips[int(match[1])] = Holes.parse(match[2])
-    spans = skips.get(epoch, Holes()).spans
-    done = Holes(span for place in places for span in spans(*place))
-    if text_of_omit(skips, epoch, done) != text:
-        raise ValueError(f"{text!r:.40} is not as midepoch writes it")
-    return skips, done
+    def of(self, epoch: int) -> Holes:
+        """What an epoch leaves out."""
+        skipped, done = self.skips.get(epoch), self.done if epoch == self.epoch else _NONE
+        return done if skipped is None else Holes([*skipped, *done])
+
+    def done_of(self, epoch: int) -> Holes:
+        """What is finished of it."""
+        return self.done if epoch == self.epoch else _NONE
+
+    def with_skip(self, epoch: int, start: int, stop: int) -> Omit:
+        """The same, less positions [start, stop) of an epoch."""
+        return replace(self, skips={**self.skips, epoch: Holes([*self.skips.get(epoch, ()), (start, stop)])})
+
+    def text(self, epoch: int, position: int = 0) -> str:
+        """Of a state at a place: ``done:HOLES EPOCH:HOLES EPOCH:HOLES``; empty without holes.
+
+        What is finished is written by places, so that a skip within it makes no more intervals of it.
+
+        Raises:
+            StateError: there are too many intervals for a state.
+        """
+        if not (self.skips or self.done.total):
+            return ""
+        place_of = self.skips.get(epoch, Holes()).place_of
+        done = Holes((place_of(max(start, position)), place_of(stop)) for start, stop in self.done_of(epoch))
+        kept = {str(each): holes for each, holes in sorted(self.skips.items()) if each >= epoch}
+        parts = {name: holes for name, holes in {"done": done, **kept}.items() if holes}
+        text, count = " ".join(f"{name}:{holes.text()}" for name, holes in parts.items()), sum(map(len, parts.values()))
+        if count > MOST_HOLES or len(text) > _LONGEST:
+            raise StateError(
+                f"{count} intervals in {len(text)} characters, and a state holds {MOST_HOLES} in {_LONGEST}: skip "
+                "fewer, longer ranges, or finish the oldest batches first"
+            )
+        return text
+
+    @classmethod
+    def parse(cls, text: str, epoch: int) -> Omit:
+        """What a state of an epoch has as text. Raises StateError unless `text` has written it."""
+        parts = [_PART.fullmatch(part) for part in text.split()]
+        holes = {match[1]: Holes.parse(match[2]) for match in parts if match is not None}
+        places = holes.pop("done", Holes())
+        skips = {int(each): kept for each, kept in holes.items()}
+        spans = skips.get(epoch, Holes()).spans
+        omit = cls(skips, epoch, Holes(span for place in places for span in spans(*place)))
+        if omit.text(epoch) != text:
+            raise StateCorruptError(f"omit is damaged ({text!r:.40} is not as midepoch writes it): use another state")
+        return omit
 
 
 def pieces_of(start: int, stop: int, places: int, holes: Holes, skipped: Holes) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ import torch
 
 from ..checkpoint.files import checksums
 from ..errors import SnapshotError, StateError
-from ..order.holes import Holes, parse_omit, text_of_omit
+from ..order.holes import Omit
 from ..state.format import reseal
 from .command import write_new
 from .inspection import content_of, find_states, is_archive
@@ -57,7 +57,7 @@ def skip(path: Path, ranges: Sequence[str], out: Path, name: str | None = None) 
 
 
 def _skipping(state: dict[str, Any], ranges: Sequence[str]) -> dict[str, Any]:
-    skips, done = parse_omit(state["omit"], state["epoch"])
+    omit = Omit.parse(state["omit"], state["epoch"])
     for each in ranges:
         match = _RANGE.fullmatch(each)
         epoch, start, stop = map(int, match.groups()) if match else (0, 0, 0)
@@ -67,8 +67,5 @@ def _skipping(state: dict[str, Any], ranges: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"epoch {epoch} has ended: the state is in epoch {state['epoch']}")
         if state["size"] is None or stop > state["size"]:
             raise ValueError(f"{each} lies beyond the epoch: the state's size is {state['size']}")
-        skips[epoch] = Holes([*skips.get(epoch, ()), (start, stop)])
-    try:
-        return reseal({**state, "omit": text_of_omit(skips, state["epoch"], done)})
-    except ValueError as error:
-        raise StateError(f"{error}: skip fewer, longer ranges") from None
+        omit = omit.with_skip(epoch, start, stop)
+    return reseal({**state, "omit": omit.text(state["epoch"])})

@@ -11,7 +11,7 @@ from ..checkpoint.files import find, read
 from ..checkpoint.ledger import is_count, ledger_path, unseal
 from ..errors import SnapshotError, UnsupportedSourceError
 from ..order import MAXIMUM_SIZE
-from ..order.holes import Holes, parse_omit, pieces_of
+from ..order.holes import Holes, Omit, pieces_of
 from ..world import MicroShare, Share, World
 
 __all__ = ["Entry", "Ledger", "Stretch", "read_ledger"]
@@ -23,12 +23,12 @@ class Entry(dict[str, Any]):
     @functools.cached_property
     def skipped(self) -> Holes:
         """What its epoch leaves out."""
-        return parse_omit(self["omit"], self["epoch"])[0].get(self["epoch"], Holes())
+        return Omit.parse(self["omit"], self["epoch"]).skips.get(self["epoch"], Holes())
 
     @functools.cached_property
     def holes(self) -> Holes:
         """The same, and what was finished before its session, too."""
-        return Holes([*self.skipped, *parse_omit(self["omit"], self["epoch"])[1]])
+        return Omit.parse(self["omit"], self["epoch"]).of(self["epoch"])
 
     def share(self, rank: int = 0) -> Share:
         """A rank's batches in the session, in places (`midepoch.order.holes`)."""

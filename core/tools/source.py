@@ -12,6 +12,7 @@ from ..loader.lending import loader_of
 from ..loader.loader import Loader
 from ..loader.part import Part
 from ..loader.place import Place
+from ..order.holes import Omit
 from ..state.format import compare_fingerprints
 from ..world import MicroShare, World
 from ..wrapping import wrap
@@ -66,8 +67,7 @@ class Source:
         context, progress, epoch = loader._context, loader._progress, entry["epoch"]
         if loader._options.seed is None:
             context.take_seed(entry["seed"])
-        if entry.holes.total:
-            context.skips, context.done = {epoch: entry.skipped}, {epoch: entry.holes}
+        context.omit = Omit({epoch: entry.skipped}, epoch, entry.holes)
         progress.put(Place(epoch, position, entry["detail"]))
         compare_fingerprints(entry["fingerprint"], progress.states.fingerprint)
         reading = progress.reading if progress.open() else None

@@ -8,7 +8,7 @@ from typing import Any
 
 import midepoch
 from midepoch import Snapshot, World
-from midepoch.order.holes import parse_omit, text_of_omit
+from midepoch.order.holes import Omit
 from midepoch.tools.ledgers import Ledger
 from midepoch.tools.trace import at_step, given_to
 
@@ -72,7 +72,7 @@ class Job:
             batch = next(self._pass)
         now = progress.history[-1][0].run
         if new_epoch and now.epoch != state["epoch"]:
-            omit = text_of_omit(parse_omit(state["omit"], state["epoch"])[0], now.epoch)
+            omit = Omit.parse(state["omit"], state["epoch"]).text(now.epoch)
             state = midepoch.reseal({**state, "epoch": now.epoch, "position": 0, "omit": omit})
         found = {0: list(map(int, batch))}
         for rank in range(1, self.ranks):

@@ -22,7 +22,7 @@ from midepoch.errors import (
     StateMismatchError,
     UnsupportedSourceError,
 )
-from midepoch.order.holes import Holes, parse_omit, text_of_omit
+from midepoch.order.holes import Holes, Omit
 from midepoch.state.format import build, reseal
 from midepoch.state.format import check as check_format
 from midepoch.state.witness import Witness, summary_of
@@ -296,7 +296,7 @@ class ReferenceLoader:
             adapter="reference", epoch=epoch, position=position, seed=self.seed, size=self.size,
             world_size=self.world_size, batch_size=self.batch_size, fingerprint=self.fingerprint(),
             detail=self.detail(), witness=self.witness(epoch if position else epoch - 1), changed="",
-            omit=text_of_omit(self.skips, epoch),
+            omit=Omit(self.skips).text(epoch),
         )  # fmt: skip
 
     def witness(self, epoch: int) -> str:
@@ -317,7 +317,7 @@ class ReferenceLoader:
         self.expected = state.get("witness", "")
         self.seed = state["seed"]
         self.cursor = (state["epoch"], state["position"])
-        self.skips = parse_omit(state.get("omit", ""), state["epoch"])[0]
+        self.skips = dict(Omit.parse(state.get("omit", ""), state["epoch"]).skips)
         self.continues = True
         self.passes += 1  # ends a pass that runs
         self.history.clear()
@@ -337,11 +337,8 @@ class ReferenceLoader:
     def check_shape(self, state: Any) -> None:
         check_format(state)
         Witness.parse(state["witness"])
-        try:
-            skips, done = parse_omit(state["omit"], state["epoch"])
-        except ValueError as error:
-            raise StateCorruptError(f"omit is {state['omit']!r}") from error
-        if done or any(holes.stops[-1] > self.size for holes in skips.values()):
+        omit = Omit.parse(state["omit"], state["epoch"])
+        if omit.done or any(holes.stops[-1] > self.size for holes in omit.skips.values()):
             raise StateCorruptError(f"omit is {state['omit']!r}, of {self.size} samples")
         if state["changed"]:
             raise StateCorruptError(f"changed is {state['changed']!r}, and nothing changes the data of this loader")

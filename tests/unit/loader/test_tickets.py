@@ -243,7 +243,7 @@ def test_each_rank_of_a_larger_world_knows_its_own() -> None:
     assert not loaders[0].capabilities.rank_independent and wrapped(20, 2).capabilities.rank_independent
     for rank, step in ((0, 0), (0, 2), (1, 2), (1, 1)):
         loaders[rank].finish(tickets[rank][step])
-    assert [loader.frontier for loader in loaders] == [(0, 4), (0, 0)]
+    assert [loader.frontier for loader in loaders] == [(0, 4), (0, 2)]
     states = [loader.state_dict() for loader in loaders]
     assert len(json.dumps(states[0])) <= 512
     for world in (World(), World(0, 2)):
@@ -261,12 +261,13 @@ def test_ranks_that_do_not_skip_or_take_tickets_alike_are_named() -> None:
     with pytest.raises(MidepochError, match="rank 1 skips other positions"):
         join_states([loader.state_dict() for loader in loaders], loaders[0])
     loaders, _ = ranks_at(2)
-    fresh = wrapped(20, 2, shuffle=False, world=World(1, 2))
+    fresh, this, _ = begun(0, world=World(1, 2))
+    next(this), next(this)
     with pytest.raises(MidepochError, match="rank 1 takes no tickets"):
         join_states([loaders[0].state_dict(), fresh.state_dict()], loaders[0])
 
 
-def test_many_steps_of_one_rank_are_a_short_part() -> None:
+def test_more_open_batches_than_a_state_holds_are_refused() -> None:
     loaders = [wrapped(40_000, 2, world=World(rank, 2)) for rank in range(2)]
     for loader in loaders:
         tickets = [ticket for _, ticket in zip(range(3000), (loader.ticket for _ in loader), strict=False)]
@@ -274,7 +275,6 @@ def test_many_steps_of_one_rank_are_a_short_part() -> None:
         for ticket in tickets[: 3000 if loader is loaders[0] else 0]:
             loader.finish(ticket)
     states = [loader.state_dict() for loader in loaders]
-    assert max(len(json.dumps(state)) for state in states) < 512
     with pytest.raises(StateError, match="finish the oldest batches first"):
         join_states(states, loaders[0])
 
