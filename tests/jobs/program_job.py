@@ -1,15 +1,9 @@
 """Runs a training program as it is, writes down what it does, and ends it where it is told to.
 
-``program_job.py LOG WHERE NUMBER PROGRAM ARGUMENTS...`` ends it by SIGKILL at the NUMBERth
-
-- "batch": backward pass;
-- "validation": batch that the model sees in evaluation mode;
-- "save": call of the system's in a save of a Snapshot;
-- "NAME": call of the function whose qualified name this is, after the first batch;
-
-or, with "signal", sends itself SIGTERM before the NUMBERth optimizer step. With "never", nothing happens. Each rank
-writes into LOG.RANK, a JSON line for each event, at once: what the model gets and returns, the losses, the learning
-rates, a checksum of the weights after each optimizer step, the saves. A restart by torchrun's agent is left alone.
+``program_job.py LOG WHERE NUMBER PROGRAM ARGUMENTS...`` ends it by SIGKILL in the NUMBERth backward pass of rank 0
+("batch"), sends SIGTERM before the NUMBERth optimizer step ("signal"), or neither ("never"). Each rank writes into
+LOG.RANK, a JSON line for each event, at once: what the model gets and returns, the losses, the learning rates, a
+checksum of the weights after each optimizer step, the saves. A restart by torchrun's agent is left alone.
 """
 
 from __future__ import annotations
@@ -21,7 +15,6 @@ import signal
 import sys
 import zlib
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -29,8 +22,6 @@ from torch.nn.modules import module as hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from midepoch.checkpoint.files import SnapshotFile
-
-_SYSTEM = {"open", "fsync", "replace", "rename", "link", "unlink", "flock", "close", "stat"}
 
 
 def checksum(value: Any) -> int:
@@ -43,8 +34,8 @@ class Watch:
     def __init__(self, log: str, where: str, number: int) -> None:
         rank, restarts = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._file = os.open(f"{log}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self.where, self.left = where if restarts == "0" else "never", number
-        self.begun, self._depth = False, 0
+        self.where, self.left = where if (rank, restarts) == ("0", "0") else "never", number
+        self._depth = 0
 
     def write(self, *event: Any) -> None:
         os.write(self._file, (json.dumps(event) + "\n").encode())
@@ -60,8 +51,6 @@ class Watch:
     def enter(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         self._depth += 1
         if self._depth == 1 and next(module.parameters(), None) is not None:  # a model, no loss function
-            if not module.training:
-                self.happens("validation")
             self.write("train" if module.training else "validate", [checksum(row) for row in inputs[0]])
 
     def leave(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
@@ -76,13 +65,6 @@ class Watch:
         weights = [checksum(each) for group in optimizer.param_groups for each in group["params"]]
         self.write("step", [float(group["lr"]).hex() for group in optimizer.param_groups], weights)
 
-    def called(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Python's profile function."""
-        if event == "call" and self.begun and frame.f_code.co_qualname == self.where:
-            self.happens(self.where)
-        elif event == "c_call" and self.where == "save" and argument.__name__ in _SYSTEM:
-            self.happens("save")
-
     def install(self) -> None:
         hooks.register_module_forward_pre_hook(self.enter)
         hooks.register_module_forward_hook(self.leave)
@@ -92,22 +74,15 @@ class Watch:
 
         def watched_backward(loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
             self.happens("batch")
-            self.begun = True
             self.write("loss", float(loss).hex())
             backward(loss, *arguments, **options)  # type: ignore[no-untyped-call]
 
         def watched_write(file: SnapshotFile, content: dict[str, Any]) -> None:
-            if self.where == "save":
-                sys.setprofile(self.called)
             write(file, content)
-            if self.where == "save":
-                sys.setprofile(None)
             self.write("saved", content["steps"])
 
         torch.Tensor.backward = watched_backward  # type: ignore[method-assign,assignment]
         SnapshotFile.write = watched_write  # type: ignore[method-assign,assignment]
-        if self.where not in ("batch", "validation", "save", "signal", "never"):
-            sys.setprofile(self.called)
 
 
 if __name__ == "__main__":

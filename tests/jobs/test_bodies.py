@@ -147,7 +147,7 @@ def named(name: str) -> Body:
 
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[pytest.mark.long] * (name == "read_ahead_of_validations"))
-    for name in bodies.BODIES if "workers" not in name and name not in bodies.REFUSED
+    for name in bodies.BODIES
 ])  # fmt: skip
 def test_a_program_that_is_killed_anywhere_does_the_same(name: str, tmp_path: Path) -> None:
     check(bodies.BODIES[name], tmp_path, LONG)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import logging
 import os
 import random
 import signal
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -61,8 +59,8 @@ def cycle(source: Any) -> Iterator[Any]:
         yield from source
 
 
-def usual(make: Make, log: Log, epochs: int, workers: int = 0) -> None:
-    train, validation = loader(18, num_workers=workers), loader(6, 3, 2)
+def usual(make: Make, log: Log, epochs: int) -> None:
+    train, validation = loader(18), loader(6, 3, 2)
     snapshot = make(log=log, train=train, validation=validation)
     for epoch in snapshot.epochs(epochs):
         for batch in train:
@@ -86,10 +84,6 @@ def accumulated(make: Make, log: Log, epochs: int) -> None:
             log("train", epoch, batch)
             if number % 2:
                 snapshot.step()
-
-
-def usual_with_workers(make: Make, log: Log, epochs: int) -> None:
-    usual(make, log, epochs, workers=2)
 
 
 def parts_of_its_own_state(make: Make, log: Log, epochs: int) -> None:
@@ -136,20 +130,6 @@ def read_ahead_of_validations(make: Make, log: Log, epochs: int) -> None:
             log("after", epoch, other)
 
 
-def zips_within_one_that_is_read_ahead(make: Make, log: Log, epochs: int) -> None:
-    first, second = loader(18), loader(22, 4, 2)
-    short, long = loader(6, 3, 3), loader(9, 3, 4)
-    snapshot = make(log=log, first=first, second=second, short=short, long=long)
-    for epoch in snapshot.epochs(epochs):
-        for batch, in_flight in ahead(zip(first, second, strict=False), 3):
-            log("train", epoch, batch)
-            for others in zip(short, long, strict=False):
-                log("middle", epoch, others)
-            snapshot.step(in_flight)
-        for other in short:
-            log("after", epoch, other)
-
-
 def a_loop_that_drops_what_it_has_read_ahead(make: Make, log: Log, epochs: int) -> None:
     first, second = loader(18), loader(22, 4, 2)
     snapshot = make(log=log, first=first, second=second)
@@ -184,18 +164,6 @@ def in_functions_and_generators(make: Make, log: Log, epochs: int) -> None:
     for epoch in snapshot.epochs(epochs):
         one_epoch(epoch)
         evaluate(epoch)
-
-
-def read_ahead_in_a_zip(make: Make, log: Log, epochs: int) -> None:
-    first, second, validation = loader(14), loader(22, 4, 2), loader(6, 3, 2)
-    snapshot = make(log=log, first=first, second=second, validation=validation)
-    for epoch in snapshot.epochs(epochs):
-        pairs = zip(first, second, strict=False) if epoch == 1 else zip(second, first, strict=False)
-        for pair, in_flight in ahead(pairs, 1):
-            log("train", epoch, pair)
-            snapshot.step(in_flight)
-        for other in validation:
-            log("after", epoch, other)
 
 
 def ahead(source: Iterable[Any], count: int) -> Iterator[tuple[Any, int]]:
@@ -420,45 +388,35 @@ SHAPES: dict[str, Body] = {
     "a zip, the shorter first": Body([3, 5], [Loop((0, 1))]),
     "a zip of unknown lengths": Body([5, 3], [Loop((0, 1))], unknown=(0, 1)),
     "three in step, the shortest in the middle": Body([5, 3, 4], [Loop((0, 1, 2))]),
-    "three in step, the shortest last": Body([5, 4, 3], [Loop((0, 1, 2))]),
     "the longest counts": Body([3, 5, 2], [Loop((0, 1, 2), longest=True), Loop((0,))]),
-    "the longest counts, and the shorter again": Body([3, 2], [Loop((0, 1), longest=True), Loop((1,))]),
-    "both are the longest, and one again": Body([3, 3], [Loop((0, 1), longest=True), Loop((1,))]),
     "a validation behind the shorter one's end": Body(
         [2, 5, 3], [Loop((0, 1), longest=True, within=(1, Loop((2,), steps=False))), Loop((2,))]
     ),
     "a cycle in a zip": Body([5, 2, 1], [Loop((0, 1, 2), {1: "cycle", 2: "cycle"})]),
     "begun again by hand": Body([6, 2], [Loop((0, 1), {1: "restarted"}), Loop((0,))]),
-    "a zip of one length, and another loop": Body([3, 3, 4], [Loop((0, 1)), Loop((2,)), Loop((2,))]),
     "a validation in a zip": Body([5, 4, 2], [Loop((0, 1), within=(2, Loop((2,), steps=False))), Loop((2,))]),
-    "a validation of one batch": Body([5, 1], [Loop((0,), within=(1, Loop((1,), steps=False))), Loop((1,))]),
     "a zip in a loop": Body([3, 2, 4], [Loop((0,), within=(1, Loop((1, 2), steps=False)))]),
     "a validation that is left": Body([5, 4], [Loop((0,), within=(2, Loop((1,), steps=False, leaves=(2, "break"))))]),
     "break": Body([5, 4, 3], [Loop((0, 1), leaves=(2, "break")), Loop((2,)), Loop((0,), leaves=(1, "break"))]),
     "an exception": Body([5, 4, 3], [Loop((0, 1), leaves=(2, "raise")), Loop((2,)), Loop((0,))]),
     "an exception out of the loop over epochs": Body([5, 4], [Loop((0,), leaves=(2, "out")), Loop((1,))]),
-    "an exception out of it, in a zip": Body([5, 4, 3], [Loop((2,)), Loop((0, 1), leaves=(1, "out")), Loop((2,))]),
     "an exception out of it, between validations": Body(
         [6, 4], [Loop((0,), leaves=(4, "out"), within=(2, Loop((1,), steps=False, leaves=(2, "break"))))]
     ),
-    "an exception out of it, behind a zip": Body([5, 3, 4], [Loop((0, 1)), Loop((2,), leaves=(2, "out"))]),
     "continue": Body([3, 2], [Loop((0,)), Loop((1,))], skips=1),
     "an iterator for the whole run": Body([3, 5], [Loop((0,))], outside=1),
-    "an exception out of it, beside such an iterator": Body([4, 2], [Loop((0,), leaves=(2, "out"))], outside=1),
 }
 
 
 BODIES: dict[str, Callable[[Make, Log, int], None]] = {
     each.__name__: each
     for each in (
-        usual, usual_with_workers, accumulated, its_own_state, parts_of_its_own_state, read_ahead,
-        read_ahead_of_validations, read_ahead_in_a_zip, zips_within_one_that_is_read_ahead,
-        a_loop_that_drops_what_it_has_read_ahead, in_functions_and_generators, saved_in_except,
+        usual, accumulated, its_own_state, parts_of_its_own_state, read_ahead,
+        read_ahead_of_validations, a_loop_that_drops_what_it_has_read_ahead, in_functions_and_generators,
+        saved_in_except,
     )
 }  # fmt: skip
 
-# In step and read ahead: intervals cannot tell whose batches are in flight.
-REFUSED = {"read_ahead_in_a_zip", "zips_within_one_that_is_read_ahead"}
 
 
 NEVER = 1_000_000
@@ -518,14 +476,3 @@ def live(
             each.close()
     found: list[Any] = json.loads(json.dumps(log.lines))
     return found
-
-
-if __name__ == "__main__":
-    # bodies.py NAME PATH EVERY LIMIT: train, and be killed by SIGKILL before line LIMIT; print the log at the end.
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore", midepoch.MidepochWarning)
-    name, path, every, limit = sys.argv[1:]
-    log = Log()
-    log.limit = int(limit)
-    BODIES[name](lambda **parts: midepoch.Snapshot(path, every=int(every), signals=(), **parts), log, 3)
-    Path(path).with_suffix(".json").write_text(json.dumps(log.lines), encoding="utf-8")
