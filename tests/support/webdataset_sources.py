@@ -79,6 +79,23 @@ def _ensured(folder: Path) -> Path:
     return folder
 
 
+def number(sample: dict[str, Any]) -> int:
+    return int(sample["cls"])
+
+
+def plain(urls: list[str] | str, **arguments: Any) -> Any:
+    return wds.WebDataset(urls, **{"shardshuffle": False, **arguments})
+
+
+def numbers(urls: list[str] | str, batch: int = 2, **arguments: Any) -> Any:
+    """Batches of sample numbers, in order."""
+    return plain(urls, **arguments).map(number).batched(batch, collation_fn=list)
+
+
+def in_workers(dataset: Any, workers: int) -> Any:
+    return DataLoader(dataset, batch_size=None, num_workers=workers, collate_fn=as_it_is)
+
+
 class Reading:
     """A user's stage: the sample's number, and a number from every generator that code in a stage draws from."""
 

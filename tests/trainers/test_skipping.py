@@ -37,7 +37,7 @@ def ignite_run(folder: Path, stop: int, options: list[str], see: See) -> None:
         if "unloaded" not in options:
             loader.load_state_dict(saved["loader"])
 
-    @engine.on(ignite.Events.ITERATION_COMPLETED)
+    @engine.on(ignite.Events.ITERATION_COMPLETED)  # type: ignore[untyped-decorator]
     def _save() -> None:
         if engine.state.iteration == stop:
             torch.save({"engine": engine.state_dict(), "loader": loader.state_dict()}, path)
