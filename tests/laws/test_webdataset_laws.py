@@ -1,4 +1,7 @@
-"""The laws on webdataset pipelines: indexed and streamed, with workers, 1 to 3 ranks in real processes."""
+"""The laws on webdataset pipelines: indexed and streamed, with workers, 1 to 3 ranks in real processes.
+
+Each mechanism once; idioms, WebLoaders and pipes are continued from at every place in test_webdataset.
+"""
 
 from __future__ import annotations
 
@@ -41,21 +44,9 @@ class TestIndexedSequential(_Pipeline):
     num_workers = (0, 2)
 
 
-class TestIndexedRebatched(_Pipeline):
-    make_loader = staticmethod(sources.indexed_rebatched)
-    num_workers = (0, 2)
-
-
 class TestStreamed(_Pipeline):
     make_loader = staticmethod(sources.streamed)
     shuffled = True
     tail = "uneven"
     num_workers = (0, 1, 2, 3) if CHAOS else (0, 3)
-    state_bytes = 16384
-
-
-class TestPiped(_Pipeline):
-    make_loader = staticmethod(sources.piped)
-    shuffled = False
-    world_sizes = (1,)
     state_bytes = 16384

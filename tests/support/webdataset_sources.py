@@ -167,26 +167,6 @@ def indexed_sequential(
     return midepoch.wrap(loader, seed=SEED, world=midepoch.World(rank, world_size), tail="drop")
 
 
-def indexed_rebatched(
-    *, rank: int = 0, world_size: int = 1, num_workers: int = 0, read_log: str | None = None
-) -> midepoch.StatefulIterable:
-    """A WebLoader that takes batches apart, shuffles across workers and batches again."""
-    urls = law_shards("indexed", _UNEQUAL)
-    dataset = wds.WebDataset(urls, shardshuffle=10, nodesplitter=wds.split_by_node).shuffle(5)
-    dataset = dataset.map(Reading(read_log)).map(tuple_of).batched(4)
-    loader = wds.WebLoader(dataset, batch_size=None, num_workers=num_workers)
-    loader = loader.unbatched().shuffle(10).batched(3).map(first_of)
-    return midepoch.wrap(loader, seed=SEED, world=midepoch.World(rank, world_size))
-
-
-def tuple_of(sample: torch.Tensor) -> tuple[torch.Tensor]:
-    return (sample,)
-
-
-def first_of(batch: tuple[torch.Tensor]) -> torch.Tensor:
-    return batch[0]
-
-
 _EQUAL = [4] * 12
 
 
@@ -200,21 +180,6 @@ def streamed(
     dataset = dataset.map(Reading(read_log)).batched(batch_size, collation_fn=stack)
     loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=num_workers)
     return midepoch.wrap(loader, seed=seed, world=midepoch.World(rank, world_size), tail="uneven")
-
-
-def piped(*, num_workers: int = 0, read_log: str | None = None) -> midepoch.StatefulIterable:
-    """Pipes, in order, two shards for each of six streams, by themselves or in workers."""
-    urls = [f"pipe:cat {url}" for url in law_shards("streamed", _EQUAL)]
-    pipeline = wds.DataPipeline(
-        wds.SimpleShardList(urls),
-        wds.split_by_node,
-        wds.split_by_worker,
-        wds.tarfile_to_samples(),
-        wds.map(Reading(read_log)),
-        wds.batched(3, collation_fn=stack),
-    )
-    loader: DataLoader[Any] = DataLoader(pipeline, batch_size=None, num_workers=num_workers)
-    return midepoch.wrap(loader, seed=SEED, streams=6)
 
 
 def encoded(array: np.ndarray[Any, Any]) -> bytes:
