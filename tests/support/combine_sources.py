@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -44,33 +43,13 @@ def identify_short(batch: Any) -> list[int]:
     return identify(batch["short"])
 
 
-def combined(
-    mode: Any, options: dict[str, Any], rank: int = 0, world_size: int = 1, num_workers: int = 0,
-    batch_size: int = BATCH, seed: int | None = SEED, size: int = SHORT, read_log: str | None = None,
+def weighted(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
+    size: int = SHORT, read_log: str | None = None,
 ) -> Any:  # fmt: skip
     where = rank, world_size, num_workers, batch_size, read_log
     parts = {"short": part(size, 0, *where), "long": part(size + LONG - SHORT, FAR, *where)}
-    if mode == "nested":
-        inner = midepoch.combine(parts, "sequential", seed=seed)
-        return midepoch.combine((inner, part(size, 2 * FAR, *where)), "max_size", seed=seed)
-    return midepoch.combine(parts, mode, seed=seed, **options)
-
-
-min_size, max_size, max_size_cycle, nested = (
-    functools.partial(combined, mode, {}) for mode in ("min_size", "max_size", "max_size_cycle", "nested")
-)
-weighted = functools.partial(combined, "weighted", {"weights": {"short": 1, "long": 3}})
-
-
-def sequential(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED,
-    size: int = SHORT, read_log: str | None = None, items: list[Any] | None = None,
-) -> Any:  # fmt: skip
-    if items is not None:
-        half, world = len(items) // 2, midepoch.World(rank, world_size)
-        parts = [midepoch.wrap(each, world=world) for each in (items[:half], items[half:])]
-        return midepoch.combine(parts, "sequential")
-    return combined("sequential", {}, rank, world_size, num_workers, batch_size, seed, size, read_log)
+    return midepoch.combine(parts, "weighted", seed=seed, weights={"short": 1, "long": 3})
 
 
 def of_own_states(rank: int = 0, world_size: int = 1, size: int = 6) -> Any:

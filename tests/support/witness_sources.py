@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import socket
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 SIZE = 32
 
 
-def image_of(number: int, side: int = 16) -> Any:
+def image_of(number: int) -> Any:
     """A picture: smooth, so that its resized form is of the same picture, with values from 0 to 255."""
     coarse = np.random.default_rng(number).normal(size=(3, 4, 4))
-    fine = np.kron(coarse, np.ones((1, side // 4, side // 4))) * 50 + 120
+    fine = np.kron(coarse, np.ones((1, 4, 4))) * 50 + 120
     return (fine + np.random.default_rng(number + 10_000).normal(0, 6, fine.shape)).clip(0, 255).astype(np.uint8)
 
 
@@ -38,20 +35,15 @@ class Files(Dataset[Any]):
         order: of the names.
         strength: of the augmentation.
         rounding: the last bit of each value comes out another way, as from another decoder.
-        side: in pixels; may be changed between epochs.
-        mount: a folder in front of each name.
-        extra: what else comes with each picture, by name.
-        form: "float", "int" or "names".
     """
 
     def __init__(
-        self, order: str = "sorted", strength: float = 10.0, rounding: bool = False, side: int = 16,
-        mount: str = "/mnt/a", extra: str = "", form: str = "float", size: int = SIZE,
-    ) -> None:  # fmt: skip
+        self, order: str = "sorted", strength: float = 10.0, rounding: bool = False, size: int = SIZE
+    ) -> None:
         numbers = list(range(size))
         self.numbers = numbers if order == "sorted" else random.Random(order).sample(numbers, len(numbers))
-        self.strength, self.rounding, self.side, self.mount = strength, rounding, side, mount
-        self.extra, self.form, self.reads = extra, form, []  # type: ignore[var-annotated]
+        self.strength, self.rounding = strength, rounding
+        self.reads: list[int] = []
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -59,33 +51,17 @@ class Files(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         self.reads.append(index)
         number = self.numbers[index]
-        item: dict[str, Any] = {"label": number}
-        if self.form == "names":
-            item["path"] = f"{self.mount}/{number:05d}.png"
-        else:
-            image = image_of(number, self.side)
-            if self.rounding:
-                image = image ^ np.random.default_rng(index).integers(0, 2, image.shape, dtype=np.uint8)
-            item["image"] = torch.from_numpy(image)
-            if self.form == "float":
-                item["image"] = item["image"].float() / 255 + random.random() * self.strength / 255
-        if self.extra:
-            item[self.extra] = EXTRAS[self.extra]()
-        return item
+        image = image_of(number)
+        if self.rounding:
+            image = image ^ np.random.default_rng(index).integers(0, 2, image.shape, dtype=np.uint8)
+        shift = random.random() * self.strength / 255
+        return {"label": number, "image": torch.from_numpy(image).float() / 255 + shift}
 
 
 class Nothing:
     """An object without equality."""
 
     __slots__ = ()
-
-
-EXTRAS: dict[str, Callable[[], Any]] = {
-    "host": lambda: os.environ.get("AS_HOST", socket.gethostname()),
-    "time": time.time_ns,
-    "process": os.getpid,
-    "object": Nothing,
-}
 
 
 def as_it_is(items: list[Any]) -> list[Any]:

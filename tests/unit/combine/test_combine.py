@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import midepoch
-from midepoch import MidepochError, SourceError, StateError, StateMismatchError, combine, wrap
+from midepoch import MidepochError, SourceError, StateMismatchError, combine, wrap
 from midepoch.loader.loader import Loader
-from midepoch.testing import ResumableTests
+from midepoch.testing import ResumableTests, check_resumable
 from support import combine_sources, sources
 from support.law_sources import Carried, draws
 
@@ -146,7 +146,7 @@ def test_lengths_are_known_everywhere(kind: str, options: str) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", ["two", "nested", "unknown lengths"])
+@pytest.mark.parametrize("kind", ["nested", "unknown lengths"])
 def test_batches_in_flight_are_handed_out_again(kind: str, options: str) -> None:
     make = functools.partial(KINDS[kind], **OPTIONS[options])
     (epoch,) = passes(make(), 1)
@@ -250,25 +250,6 @@ def test_worlds_that_do_not_agree() -> None:
 # --- iteration ---
 
 
-def test_set_epoch_and_seek() -> None:
-    reference = passes(two("min_size"), 4)
-    loader = two("min_size")
-    loader.set_epoch(2)
-    assert sources.taken(loader) == reference[2]
-    loader.set_epoch(3)
-    assert sources.taken(loader, 1) == reference[3][:1]
-    loader.seek(epoch=1)
-    assert passes(loader, 2) == reference[1:3]
-    sources.taken(loader, 1)
-    loader.seek(position=0)
-    assert sources.taken(loader) == reference[3]
-    sources.taken(loader, 1)
-    with pytest.raises(StateError, match="load one, or seek an epoch"):
-        loader.seek(position=2)
-    with pytest.raises(StateError, match="load one, or seek an epoch"):
-        loader.seek(epoch=2, position=1)
-
-
 def pickled(loader: Loader) -> Loader:
     return pickle.loads(pickle.dumps(loader))  # type: ignore[no-any-return]
 
@@ -329,9 +310,9 @@ class Breaking(sources.Indices):
         return index, random.random()
 
 
-@pytest.mark.parametrize("at", [0, 2, 5])
-@pytest.mark.parametrize("other", ["remembers", "own state"])
-@pytest.mark.parametrize("first", [True, False], ids=["fails first", "fails last"])
+@pytest.mark.parametrize(("at", "other", "first"), [
+    (0, "remembers", False), (2, "own state", True), (2, "remembers", True), (5, "own state", False),
+])  # fmt: skip
 def test_a_part_that_fails_leaves_nothing_half_consumed(at: int, other: str, first: bool) -> None:
     def make(broken: bool) -> tuple[Loader, Breaking, Breaking]:
         failing, steady = Breaking(6, at), Breaking(6, -1)
@@ -436,8 +417,8 @@ def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
 
 def test_a_part_with_its_own_state_is_refused_with_the_cure() -> None:
     with pytest.raises(midepoch.UnsupportedSourceError, match=r"part 1 keeps its own state.*source, remember=1\)"):
-        combine([wrap([1, 2]), wrap(Restarting(2))])
-    assert list(combine([wrap([1, 2]), wrap(Restarting(2), remember=1)])) == [[1, (0, 0)], [2, (0, 1)]]
+        combine([wrap([1, 2]), wrap(Carried(2, 0, 1))])
+    assert sources.taken(combine([wrap([1, 2]), wrap(Carried(2, 0, 1), remember=1)])) == [[1, [[0, 0]]], [2, [[1, 0]]]]
 
 
 def test_capabilities_are_those_of_all_parts() -> None:
@@ -458,22 +439,18 @@ def test_capabilities_are_those_of_all_parts() -> None:
 
 
 # test_cut_anywhere_it_goes_on_as_if_it_had_not_been has every mode with every kind of part. The laws have what differs
-# in processes and in other worlds: draws by weight, parts within parts, parts whose states each rank knows alone.
-class _Combined(ResumableTests):
-    identify: ClassVar[Any] = staticmethod(combine_sources.identify_all)
-    quick = True
-    parts = 2
-    state_bytes = 1024
+# in processes and in other worlds: draws by weight, and parts whose states each rank knows alone.
 
 
-class TestWeighted(_Combined):
-    make_loader = staticmethod(combine_sources.weighted)
-    draws = staticmethod(draws)
-    shuffled = True
+def test_draws_by_weight_go_on_in_other_worlds() -> None:
+    how: dict[str, Any] = {"identify": combine_sources.identify_all, "draws": draws, "parts": 2}
+    check_resumable(combine_sources.weighted, laws=["topology"], world_sizes=(1, 2), shuffled=True, quick=True, **how)
 
 
-class TestOwnStates(_Combined):
+class TestOwnStates(ResumableTests):
     make_loader = staticmethod(combine_sources.of_own_states)
-    identify = staticmethod(combine_sources.identify_short)
+    identify: ClassVar[Any] = staticmethod(combine_sources.identify_short)
     tail = "drop"
+    parts = 2
+    quick = True
     state_bytes = 2048

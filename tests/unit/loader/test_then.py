@@ -6,7 +6,7 @@ import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,24 +18,7 @@ from midepoch import MidepochWarning, SourceError, StateError
 from midepoch.loader.loader import Loader
 from midepoch.order.keys import derive_key
 from midepoch.randomness.devices import DeviceGenerators
-from midepoch.testing import ResumableTests
-from support import law_sources, sources, then_sources
-
-# --- the laws, for each way of reading -------------------------------------------------------------------------------
-
-
-class _Worked(ResumableTests):
-    identify = staticmethod(law_sources.identify)
-    draws: ClassVar[Any] = staticmethod(law_sources.draws)
-    quick = True
-    state_bytes = 512
-    elastic_content = False  # what is drawn for a batch is the batch's
-
-
-class TestMapStyle(_Worked):
-    make_loader = staticmethod(then_sources.map_style)
-    shuffled = True
-
+from support import sources
 
 # --- a state counts what was handed out ------------------------------------------------------------------------------
 
@@ -66,29 +49,19 @@ def drawing(batch: Any) -> Any:
     return sources.plain(batch), random.random()
 
 
+class Seldom:
+    """Draws for some batches only, and changes each in place."""
+
+    def __call__(self, batch: torch.Tensor) -> Any:
+        number = int(batch.reshape(-1)[0])
+        batch += 100
+        if number % 4 == 0:
+            return batch, random.random(), torch.rand(()).item()
+        return (batch, midepoch.sample_generator().random()) if number % 4 == 1 else (batch,)
+
+
 def wrapping(make: Callable[[], Any], **settings: Any) -> Callable[..., Loader]:
     return lambda **options: midepoch.wrap(make(), seed=5, **settings, **options)
-
-
-def read(loader: Loader) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The states before and behind each batch of two epochs, and the batches."""
-    states, batches = [loader.state_dict()], []
-    for batch in itertools.chain(loader, loader):
-        batches.append(batch)
-        states.append(loader.state_dict())
-    return states, batches
-
-
-def check_cuts(make: Callable[[], Loader], step: int = 1) -> list[Any]:
-    """Fail unless a fresh loader goes on exactly at every cut. Returns the batches of two epochs."""
-    with make() as loader:
-        states, batches = read(loader)
-    for cut in range(0, len(batches), step):
-        with make() as loader:
-            loader.load_state_dict(states[cut])
-            rest = [*loader, *loader]
-            assert rest[: len(batches) - cut] == batches[cut : cut + len(rest)], cut
-    return batches
 
 
 PLACED: dict[str, Callable[..., Loader]] = {
@@ -103,11 +76,28 @@ PLACED: dict[str, Callable[..., Loader]] = {
 }
 
 
+# For which batches are tensors.
+SELDOM = ["by index", "by index, in workers", "exposing its sampler", "webdataset, with steps that have no batch"]
+
+
 @pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
-@pytest.mark.parametrize("name", PLACED)
-def test_a_resume_at_every_place(name: str) -> None:
-    """Also at the end, where the length is unknown or steps have no batch. The laws do so in other processes."""
-    check_cuts(functools.partial(PLACED[name], then=drawing), 3 if "workers" in name else 1)
+@pytest.mark.parametrize(("name", "seldom"), [*((name, False) for name in PLACED), *((name, True) for name in SELDOM)])
+def test_a_resume_at_every_place(name: str, seldom: bool) -> None:
+    """Also at the end, where the length is unknown or steps have no batch; whether it draws for each batch or not."""
+    cuts = range(0, 99, 3) if "workers" in name else ()
+    epochs = sources.every_place(lambda: PLACED[name](then=Seldom() if seldom else drawing), cuts, read=sources.plain)
+    assert (len({len(batch) for batch in sources.flat(epochs)}) > 1) is seldom
+
+
+def test_the_callers_generators_are_left_as_they_were() -> None:
+    def drawn() -> list[float]:
+        return [random.random(), np.random.standard_normal(), torch.rand(()).item()]
+
+    sources.under_other_seeds(1)
+    expected = drawn()
+    sources.under_other_seeds(1)
+    list(midepoch.wrap(list(range(4)), seed=5, then=lambda batch: (batch, drawn())))
+    assert drawn() == expected
 
 
 # --- the streams -----------------------------------------------------------------------------------------------------
@@ -165,7 +155,7 @@ class Late:
         return self.generator.random()
 
 
-@pytest.mark.parametrize("name", ["by index", "exposing its sampler", "webdataset, with steps that have no batch"])
+@pytest.mark.parametrize("name", ["by index", "webdataset, with steps that have no batch"])
 def test_a_generator_made_by_the_first_call(name: str) -> None:
     """It is seeded from the second batch on, and a warning says so."""
     with pytest.warns(MidepochWarning, match="made a random generator"):
@@ -201,44 +191,6 @@ def test_without_streams_it_draws_from_the_caller() -> None:
     assert numbers == [random.random() for _ in range(4)]
     assert not loader.capabilities.exact_augmentations
     assert "then=" in loader.capabilities.exact_augmentations.reason
-
-
-# --- a function that draws for some batches ---------------------------------------------------------------------------
-
-
-class Seldom:
-    """Draws for some batches only, and changes each in place."""
-
-    def __init__(self) -> None:
-        self.calls: list[int] = []
-
-    def __call__(self, batch: torch.Tensor) -> Any:
-        batch = batch[0] if isinstance(batch, list) else batch
-        number = int(batch.reshape(-1)[0])
-        self.calls.append(number)
-        batch += 100
-        if number % 10 == 8:
-            return batch.tolist(), random.random(), torch.rand(()).item()
-        if number % 10 == 6:
-            return batch.tolist(), midepoch.sample_generator().random()
-        return batch.tolist()
-
-
-SELDOM: dict[str, Callable[..., Loader]] = {
-    "by index": wrapping(lambda: DataLoader(sources.Indices(40), batch_size=2)),
-    "by index, in workers": wrapping(lambda: DataLoader(sources.Indices(40), 3, num_workers=2, shuffle=True)),
-    "exposing its sampler": wrapping(lambda: DataLoader(sources.Exposing(20), batch_size=2)),
-    "replayed": wrapping(lambda: lambda: (torch.tensor([number]) for number in range(9))),
-    "webdataset, with steps that have no batch": webdataset_dropping,
-}
-
-
-@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
-@pytest.mark.parametrize("name", SELDOM)
-def test_a_function_that_draws_now_and_then_is_exact(name: str) -> None:
-    """Whichever batch a process begins with; and each batch is changed in place once."""
-    batches = check_cuts(lambda: SELDOM[name](then=Seldom()), 4 if "workers" in name else 1)
-    assert {type(batch) for batch in batches} == {tuple, list}  # some draw
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
@@ -317,7 +269,7 @@ def test_parts_of_a_combination() -> None:
         }
         return midepoch.combine(parts, mode="max_size_cycle")
 
-    check_cuts(make)
+    sources.every_place(make, read=sources.plain)
 
 
 # --- devices ---------------------------------------------------------------------------------------------------------

@@ -6,13 +6,12 @@ import copy
 import itertools
 import json
 import math
-import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from midepoch import MidepochWarning, StateCorruptError, StateMismatchError
 from midepoch.state.digest import checksum_of
 from midepoch.state.witness import LONGEST, SampleSummary, Witness, summary_of
 from support import said, sources, witness_sources
-from support.witness_sources import SIZE, as_it_is, in_new_process, make, outcome
+from support.witness_sources import SIZE, as_it_is, make, outcome, resume
 
 PLACES = {"in mid-epoch": 3, "at the boundary": 8, "in a later epoch": 11}  # batches of 8 an epoch
 
@@ -58,11 +57,8 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_has_changed_is_told_in_a_new_process(
-    place: str, states: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
-    asked = [{"state": states[place], "arguments": arguments} for arguments, _ in CHANGES.values()]
-    found = dict(zip(CHANGES, in_new_process(tmp_path, asked), strict=True))
+def test_what_has_changed_is_told(place: str, states: dict[str, dict[str, Any]]) -> None:
+    found = {name: resume(states[place], arguments) for name, (arguments, _) in CHANGES.items()}
     expected = {name: end for name, (_, end) in CHANGES.items()}
     if place == "at the boundary":  # the data may be meant to be others from epoch to epoch
         expected.update(dict.fromkeys(("the files' order", "the files' order, read by workers"), "told"))
@@ -72,29 +68,6 @@ def test_what_has_changed_is_told_in_a_new_process(
     assert all(len(each["warnings"]) <= 1 for each in found.values())
     whole = found["nothing"]["rest"]
     assert len(whole) == SIZE - 4 * (PLACES[place] % 8) and found["the decoder"]["rest"] == whole
-
-
-HARMLESS: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
-    "another mount": ({"form": "names"}, {"form": "names", "mount": "/data/b"}, False),
-    "pictures of bytes": ({"form": "int"}, {"form": "int"}, False),
-    "another decoder of bytes": ({"form": "int"}, {"form": "int", "rounding": True}, True),
-    "times": ({"extra": "time"}, {"extra": "time"}, True),
-    "objects without equality": ({"extra": "object"}, {"extra": "object"}, False),
-    "times, with names": ({"form": "names", "extra": "time"}, {"form": "names", "extra": "time"}, True),
-}
-
-
-@pytest.mark.filterwarnings("ignore:two reads of sample")
-def test_no_false_alarm(tmp_path: Path) -> None:
-    asked = [
-        {"state": saved(batches, **before), "arguments": after}
-        for before, after, _ in HARMLESS.values() for batches in PLACES.values()
-    ]  # fmt: skip
-    found = in_new_process(tmp_path, asked)
-    for number, each in enumerate(found):
-        name = list(HARMLESS)[number // len(PLACES)]
-        assert not each["error"], (name, each)
-        assert not each["warnings"] or HARMLESS[name][2], (name, each)
 
 
 # --- what looking at a sample may not do ------------------------------------------------------------------------------
@@ -132,27 +105,13 @@ def values_of(samples: list[Any]) -> list[float]:
     return [float(sample["x"]) for sample in samples]
 
 
-def check_cuts(make_loader: Callable[[], Any], *cuts: int) -> None:
-    """Fail unless a fresh loader goes on exactly behind each cut in two epochs."""
-    loader = make_loader()
-    batches, states = [], []
-    for batch in itertools.chain(loader, loader):
-        batches.append(str(batch))
-        states.append(loader.state_dict())
-    for cut in cuts:
-        resumed = make_loader()
-        resumed.load_state_dict(states[cut - 1])
-        rest = list(map(str, resumed))
-        assert rest == batches[cut : cut + len(rest)], cut
-
-
 @pytest.mark.parametrize("once", [True, False])
 def test_a_sample_that_works_when_it_is_asked_is_not_looked_at(once: bool) -> None:
     def make_loader() -> Any:
         samples = DataLoader(Made(lambda index: Asked(index, once)), 4, shuffle=True, collate_fn=values_of)
         return midepoch.wrap(samples, seed=3)
 
-    check_cuts(make_loader, 2, 4, 6)
+    sources.every_place(make_loader, read=str)
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 1, "collate_fn": lambda samples: samples[0]}, {"batch_size": None}])
@@ -163,7 +122,7 @@ def test_a_buffer_that_each_read_fills_is_given_as_it_was_read(options: dict[str
             DataLoader(Made(lambda index: {"x": buffer.fill_(index)}), shuffle=True, **options), seed=3
         )
 
-    check_cuts(make_loader, 5, 16, 20)
+    sources.every_place(make_loader, read=str)
 
 
 # --- what it costs, and what is in the state --------------------------------------------------------------------------
@@ -212,10 +171,10 @@ def test_the_error_comes_again_until_the_data_are_restored(states: dict[str, dic
 
 
 @pytest.mark.filterwarnings("error::midepoch.MidepochWarning")
-@pytest.mark.parametrize(("hole", "workers"), [(0, 0), (0, 2), (5, 0)])  # a worker reads as the main process does
-def test_a_sample_that_cannot_be_read_fails_where_it_does_plain(hole: int, workers: int, tmp_path: Path) -> None:
-    """Also where another one of the first batch, or of a later one, is the damaged one."""
-    plain, ours = DataLoader(sources.Failing(12, [hole], tmp_path), 4, num_workers=workers), []
+@pytest.mark.parametrize("hole", [0, 5])
+def test_a_sample_that_cannot_be_read_fails_where_it_does_plain(hole: int, tmp_path: Path) -> None:
+    """Also where one of a later batch is the damaged one."""
+    plain, ours = DataLoader(sources.Failing(12, [hole], tmp_path), 4), []
     given: list[Any] = []
     with pytest.raises(RuntimeError, match="cannot be read"):
         given.extend(each[:, 0].tolist() for each in plain)
@@ -274,19 +233,7 @@ class PoppedKeys(said.Popped):
         return {self.queue.popleft(): 1}
 
 
-class Cached(sources.Indices):
-    """What was drawn first is kept; that it is not drawn again is seen by the streams, not by a second read."""
-
-    kept: ClassVar[dict[int, float]] = {}
-
-    def __getitem__(self, index: int) -> Any:
-        return self.kept.setdefault(index, random.random())
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(
-    ("dataset", "order"), [(said.Popped, False), (PoppedKeys, False), (said.Entropy, True)]
-)
+@pytest.mark.parametrize(("dataset", "order", "workers"), [(PoppedKeys, False, 0), (said.Entropy, True, 2)])
 def test_an_item_that_is_no_function_of_its_index_is_told(
     dataset: type[Dataset[Any]], order: bool, workers: int
 ) -> None:
@@ -297,12 +244,6 @@ def test_an_item_that_is_no_function_of_its_index_is_told(
         assert bool(loader.capabilities.exact_order) is order and not loader.capabilities.exact_augmentations
         assert "two reads of sample 0" in loader.capabilities.exact_augmentations.reason
         loader.state_dict()
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_dataset_that_keeps_what_it_has_read_is_no_false_alarm() -> None:
-    loader = midepoch.wrap(DataLoader(Cached(SIZE), 4), seed=1)
-    assert len(list(loader)) == 8 and loader.capabilities.exact_augmentations
 
 
 # --- looks ------------------------------------------------------------------------------------------------------------
