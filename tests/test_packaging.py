@@ -43,21 +43,6 @@ def shipped_files(suffix: str) -> set[str]:
     }.values()}
 
 
-def test_every_folder_with_modules_is_a_listed_package() -> None:
-    inits = {str(Path(init).parent) for init in shipped_files("__init__.py")}
-    assert {str(Path(module).parent) for module in shipped_files(".py")} == inits
-    listed = PYPROJECT["tool"]["setuptools"]["packages"]
-    assert sorted(listed) == sorted(folder.replace("/", ".") for folder in inits)
-
-
-def test_import_loads_no_backend_and_no_adapter() -> None:
-    code = "import sys, midepoch; print(*sys.modules)"
-    loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
-    assert "midepoch" in loaded
-    assert [each for each in loaded if f"{each}.".startswith(tuple(f"{name}." for name in NOT_LOADED))] == []
-    assert [each for each in loaded if each.startswith("midepoch.adapters.")] == []
-
-
 # Takes away what Python on Windows lacks, once all that midepoch imports has been imported, and midepoch itself.
 AS_ON_WINDOWS = """
 import multiprocessing.context, os, signal, sys, torch
@@ -90,16 +75,6 @@ except midepoch.SnapshotError as error:
     assert not list(tmp_path.iterdir())
 
 
-def test_no_package_is_named_after_the_source_folders() -> None:
-    # `core` and `adapters` would shadow other people's modules of these common names.
-    # Not what a build has left in the checkout, where it lies on the path when pytest is run from there.
-    path = [entry for entry in sys.path if entry and Path(entry).resolve() != ROOT.resolve()]
-    installed = next(iter(importlib.metadata.distributions(name="midepoch", path=path)))
-    tops = {(file.parts or ("",))[0] for file in installed.files or []}
-    assert any("midepoch" in top for top in tops)
-    assert tops.isdisjoint(FOLDERS)
-
-
 def test_the_version_stands_in_one_place() -> None:
     assert importlib.metadata.version("midepoch") == midepoch.__version__
     assert forking.run(["-m", "midepoch", "--version"], check=True).stdout == f"midepoch {midepoch.__version__}\n"
@@ -123,19 +98,6 @@ def test_tested_versions_are_pinned_for_every_requirement() -> None:
         if pin is None or pin not in requirement.specifier:
             unmet.append(str(requirement))
     assert unmet == []
-
-
-def test_the_extra_of_peers_has_all_that_are_compared() -> None:
-    extras = PYPROJECT["project"]["optional-dependencies"]
-    requirements = {Requirement(text) for text in extras["peers"]}
-    (itself,) = (requirement for requirement in requirements if requirement.name == "midepoch")
-    theirs = (requirements - {itself}) | {Requirement(text) for name in itself.extras for text in extras[name]}
-    source = (ROOT / "benchmarks" / "peers.py").read_text(encoding="utf-8")
-    compared = set(re.findall(r'distributions = \("(.*?)",\)', source))
-    assert len(compared) >= 8
-    assert compared <= {requirement.name for requirement in theirs}
-    others = {Requirement(text) for name, texts in extras.items() if name != "peers" for text in texts}
-    assert theirs <= others
 
 
 def tracked() -> list[str]:
@@ -188,16 +150,19 @@ def test_an_index_would_take_both_and_show_the_readme(distributions: Path) -> No
     assert done.returncode == 0 and done.stdout.count("PASSED") == 2, done.stdout + done.stderr
 
 
-def test_wheel_works_where_nothing_else_of_midepoch_is(distributions: Path, tmp_path: Path) -> None:
+def test_an_import_of_the_wheel_alone_loads_no_backend_and_no_adapter(distributions: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(only(distributions, "*.whl")) as wheel:
         wheel.extractall(tmp_path)
-    code = "import midepoch, midepoch.adapters\nprint(midepoch.__file__)\nprint(midepoch.adapters.__file__)\n"
+    code = "import sys, midepoch\nprint(*sys.modules)\nimport midepoch.adapters\n"
+    code += "print(midepoch.__file__, midepoch.adapters.__file__)\n"
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    places = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment, cwd=tmp_path)
-    assert places.split() == [
-        str(tmp_path / "midepoch" / "__init__.py"),
-        str(tmp_path / "midepoch" / "adapters" / "__init__.py"),
-    ]
+    printed = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment, cwd=tmp_path)
+    loaded, places = map(str.split, printed.splitlines())
+    package = tmp_path / "midepoch"
+    assert places == [str(package / "__init__.py"), str(package / "adapters" / "__init__.py")]
+    assert "midepoch" in loaded
+    assert [each for each in loaded if f"{each}.".startswith(tuple(f"{name}." for name in NOT_LOADED))] == []
+    assert [each for each in loaded if each.startswith("midepoch.adapters.")] == []
 
 
 # --- The set-up ------------------------------------------------------------------------------------------

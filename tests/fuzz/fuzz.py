@@ -1,8 +1,8 @@
 """Mutated states and files, by the hundred thousand: ``python tests/fuzz/fuzz.py --target dataloader --count 100000``.
 
 Each mutation must end in an error of midepoch's or in the exact continuation. A process of its own makes them, with a
-bound on its memory, while this one watches: a crash or a mutation that takes too long is put down with its number, and
-the next process goes on behind it. The same seed and number are the same mutation, alone too::
+bound on its memory, while this one watches: a crash or a mutation that takes too long is put down with its number. The
+same seed and number are the same mutation, alone too::
 
     python tests/fuzz/fuzz.py --target dataloader --seed 1 --first 4711 --count 1
 
@@ -114,7 +114,7 @@ def _resident(name: str) -> float:
 
 
 @contextlib.contextmanager
-def bounded_memory(mebibytes: int) -> Iterator[None]:
+def bounded_memory(mebibytes: int = 1024) -> Iterator[None]:
     """A MemoryError for who asks for more than so much, even if it would not be used."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (int(_resident("VmData") + mebibytes) * MEBIBYTE, before[1]))
@@ -124,7 +124,7 @@ def bounded_memory(mebibytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def work(target: str, seed: int, first: int, count: int, progress: str, limit: int) -> None:
+def work(target: str, seed: int, first: int, count: int, progress: str) -> None:
     """Mutations one after the other; a line of JSON for each that failed, and one for all at the end."""
     logging.getLogger("midepoch").setLevel(logging.CRITICAL)  # warnings by the thousand
     with open(progress, "r+b") as file:  # noqa: PTH123  # mapped
@@ -134,11 +134,10 @@ def work(target: str, seed: int, first: int, count: int, progress: str, limit: i
     for number in range(first, first + 3):
         fuzzer.mutation(seed, number)  # what the first ones import and start counts to nobody
     Path("/proc/self/clear_refs").write_text("5")  # the highest mark of memory begins here
-    before, failures, done = _resident("VmHWM"), 0, first
-    with bounded_memory(limit):
+    before, failures = _resident("VmHWM"), 0
+    with bounded_memory():
         for number in range(first, first + count):
             struct.pack_into("q", place, 0, number)
-            done = number + 1
             try:
                 outcomes[fuzzer.check(seed, number)] += 1
             except Exception:  # noqa: BLE001  # put down, whatever it is
@@ -148,83 +147,64 @@ def work(target: str, seed: int, first: int, count: int, progress: str, limit: i
                     break
                 fuzzer = fuzzer_of(target)
             if number % 500 == 499:
-                told = {"done": done, "outcomes": outcomes, "memory": _resident("VmHWM") - before}
-                print(json.dumps(told), flush=True)
+                print(json.dumps({"outcomes": outcomes, "memory": _resident("VmHWM") - before}), flush=True)
                 outcomes.clear()
-    print(json.dumps({"done": done, "outcomes": outcomes, "memory": _resident("VmHWM") - before}), flush=True)
+    print(json.dumps({"outcomes": outcomes, "memory": _resident("VmHWM") - before}), flush=True)
     os._exit(0)  # backends' threads may take their time
 
 
 # --- the process that watches ---
 
 
-def run(
-    target: str, seed: int, count: int, first: int = 0, limit: int = 1024, patience: float | None = None
-) -> Outcome:
-    """Fuzz one target.
-
-    Args:
-        limit: mebibytes that a mutation may ask for.
-        patience: seconds that one may take; None for what the target takes.
-    """
-    outcome = Outcome(target, seed, first)
-    begun = time.monotonic()
-    usual, together = _settings(target)
+def run(target: str, seed: int, count: int, first: int = 0) -> Outcome:
+    """Fuzz one target, up to the first mutation that crashes or hangs."""
+    outcome, begun = Outcome(target, seed, first), time.monotonic()
+    patience, together = _settings(target)
     start, stop = first, first + count
-    while start < stop and len(outcome.failures) < _MOST_FAILURES:
-        start = _one_process(outcome, start, min(stop, start + together), limit, patience or usual)
+    while start < stop and len(outcome.failures) < _MOST_FAILURES and not (outcome.crashed or outcome.hung):
+        start = _one_process(outcome, start, min(stop, start + together), patience)
     outcome.mutations = start - first
     outcome.seconds = round(time.monotonic() - begun, 1)
     return outcome
 
 
-def _one_process(outcome: Outcome, start: int, stop: int, limit: int, patience: float) -> int:
-    """Mutations from `start` on, until all are made or one ends the process; where the next process has to begin."""
+def _one_process(outcome: Outcome, start: int, stop: int, patience: float) -> int:
+    """Mutations from `start` on; how far they came."""
     with tempfile.TemporaryDirectory() as folder:
         progress, output, errors = (Path(folder) / name for name in ("progress", "output", "errors"))
         progress.write_bytes(struct.pack("q", start - 1))
         command = [sys.executable, "-X", "faulthandler", __file__, "--work", str(progress), "--target", outcome.target]
         command += ["--seed", str(outcome.seed), "--first", str(start), "--count", str(stop - start)]
-        command += ["--limit", str(limit)]
         with output.open("wb") as out, errors.open("wb") as err:
             process = subprocess.Popen(command, stdout=out, stderr=err)
-            number = _watched(process, progress, patience)
+            hung = _hangs(process, progress, patience)
         at: int = struct.unpack("q", progress.read_bytes())[0]
-        done = start
         for line in output.read_text().splitlines():
             told = json.loads(line) if line.startswith("{") else {}
             if "failure" in told:
                 outcome.wrong.append(f"{outcome.one(told['number'])}\n{told['failure']}")
-            elif "done" in told:
-                done = told["done"]
+            elif "outcomes" in told:
                 outcome.memory = max(outcome.memory, round(told["memory"], 1))
+                outcome.continued += told["outcomes"].pop("continued", 0)
                 for name, times in told["outcomes"].items():
-                    if name == "continued":
-                        outcome.continued += times
-                    else:
-                        outcome.refused[name] = outcome.refused.get(name, 0) + times
-        if process.returncode == 0:
-            return done
+                    outcome.refused[name] = outcome.refused.get(name, 0) + times
         said = errors.read_text(errors="replace")[-3000:]
         if at < start:
             raise RuntimeError(f"{outcome.target} could not be made ready: {said}")
-        if number is not None:
+        if hung:
             outcome.hung.append(f"{outcome.one(at)}\nmore than {patience} seconds")
-        else:
+        elif process.returncode:
             outcome.crashed.append(f"{outcome.one(at)}\nstatus {process.returncode}: {said}")
-        # What came since the last count was told of is not counted: those are made again, but for the one.
-        if at > done:
-            _one_process(outcome, done, at, limit, patience)
         return at + 1
 
 
-def _watched(process: subprocess.Popen[bytes], progress: Path, patience: float) -> Any:
-    """Wait for the end; the number of the mutation that took too long, for which the process was killed."""
+def _hangs(process: subprocess.Popen[bytes], progress: Path, patience: float) -> bool:
+    """Wait for the end, or for a mutation that takes too long, and kill the process."""
     seen, since, ready = -2, time.monotonic(), False
     while True:
         try:
             process.wait(0.2)
-            return None
+            return False
         except subprocess.TimeoutExpired:
             pass
         number = struct.unpack("q", progress.read_bytes())[0]
@@ -234,7 +214,7 @@ def _watched(process: subprocess.Popen[bytes], progress: Path, patience: float) 
         elif time.monotonic() - since > (patience if ready else 300.0):
             process.kill()
             process.wait()
-            return number
+            return True
 
 
 def main() -> int:
@@ -244,18 +224,17 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000, help="mutations of each target")
     parser.add_argument("--first", type=int, default=0, help="number of the first mutation")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--limit", type=int, default=1024, help="mebibytes that a mutation may ask for")
     parser.add_argument("--json", type=Path, help="write the outcomes here, after each target; others' are kept")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.work:
-        work(chosen.target[0], chosen.seed, chosen.first, chosen.count, chosen.work, chosen.limit)
+        work(chosen.target[0], chosen.seed, chosen.first, chosen.count, chosen.work)
     if chosen.list:
         print("\n".join(targets()))
         return 0
     failed = 0
     for target in chosen.target or targets():
-        outcome = run(target, chosen.seed, chosen.count, chosen.first, chosen.limit)
+        outcome = run(target, chosen.seed, chosen.count, chosen.first)
         print(json.dumps(outcome.as_json()), "\n\n".join(outcome.failures), flush=True)
         failed += len(outcome.failures)
         if chosen.json:

@@ -69,7 +69,7 @@ def test_every_mutation_is_refused_or_continued_exactly(target: str) -> None:
         found, refused = outcome.continued, sum(outcome.refused.values())
     else:
         outcomes = []
-        with warnings.catch_warnings(), fuzz.bounded_memory(1024):
+        with warnings.catch_warnings(), fuzz.bounded_memory():
             for number in range(150):
                 try:
                     outcomes.append(fuzzer(target).check(SEED, number))
@@ -162,6 +162,3 @@ def test_the_same_number_is_the_same_mutation() -> None:
     assert next(both) == next(both)
     kinds = {kind for number in range(2000) for kind in states.mutation(2, number)[1].split(",")[0].split("+")}
     assert kinds >= {kind.__name__ for kind in mutations.KINDS}
-
-
-# --- what it has found ---

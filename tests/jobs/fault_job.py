@@ -47,21 +47,6 @@ def ffcv(folder: Path, workers: int) -> Callable[[], Any]:
     return lambda: midepoch.wrap(source, seed=1)
 
 
-def streaming(folder: Path, workers: int) -> Callable[[], Any]:
-    from streaming import StreamingDataset
-    from torch.utils.data import DataLoader
-
-    from support import streaming_sources as sources
-
-    # Streaming takes two data sets in one folder for a mistake.
-    dataset = StreamingDataset(local=str(folder / "data"), batch_size=3, shuffle=True, shuffle_seed=sources.SEED)
-
-    def make() -> Any:
-        return midepoch.wrap(DataLoader(dataset, batch_size=3, num_workers=workers))
-
-    return make
-
-
 def known(batch: Any) -> Any:
     """A batch, so that two of them can be compared, also when it is no longer there."""
     if isinstance(batch, torch.Tensor):
@@ -140,7 +125,7 @@ def main() -> None:
     if source == "snapshot":
         print(json.dumps(snapshots(folder, when, int(turns))))
         return
-    make = {"webdataset": webdataset, "ffcv": ffcv, "streaming": streaming}[source](folder, int(workers))
+    make = {"webdataset": webdataset, "ffcv": ffcv}[source](folder, int(workers))
     with make() as loader:
         whole = [known(batch) for batch in loader]
     outcomes, wrong = collections.Counter[str](), 0

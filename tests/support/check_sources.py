@@ -85,14 +85,6 @@ class Failing(Dataset[int]):
 failing = DataLoader(Failing(), batch_size=4)
 
 
-def mix(batch: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [each + torch.rand(()) for each in batch]
-
-
-source = DataLoader(TensorDataset(torch.arange(22.0)), batch_size=4, shuffle=True)
-mixing = midepoch.wrap(source, seed=0, then=mix)
-
-
 class EndsEarly(midepoch.Loader):
     """Leaves out the last batch of each pass."""
 
@@ -145,10 +137,6 @@ def drifting() -> Any:
     return Drifting()
 
 
-def streamed() -> Iterator[int]:
-    yield from range(12)
-
-
 def once() -> Any:
     return iter(range(12))
 
@@ -165,17 +153,3 @@ class Entropy(Dataset[tuple[int, int]]):
 
 def entropic() -> Any:
     return DataLoader(Entropy(), batch_size=4, shuffle=True)
-
-
-class Noise(Dataset[torch.Tensor]):
-    """Each sample is its number with noise of the global generator, so that nothing else names it."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return index + torch.rand(()) / 2
-
-
-def noisy() -> Any:
-    return DataLoader(Noise(), batch_size=4, shuffle=True)

@@ -7,7 +7,6 @@ import inspect
 import os
 import random
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from midepoch.testing.diagnosis import entropy
 from midepoch.testing.record import Settings
 from midepoch.testing.subjects import ByCount, Side, Subject, recognise
 from midepoch.tools import check as checking
-from support import check_sources, commands, forking
+from support import check_sources, commands
 from support.commands import Done
 
 pytest.importorskip("typer", reason="needs midepoch[cli]")
@@ -40,12 +39,6 @@ def check(*arguments: str, folder: Path = SOURCES.parent, terminal: bool = False
     return commands.run("check", *arguments, folder=folder, terminal=terminal)
 
 
-def check_apart(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The same in a process of its own, for modules whose names other tests use too."""
-    environment = {**os.environ, "COLUMNS": "160"}
-    return forking.run(["-m", "midepoch", "check", *arguments], cwd=folder, env=environment, timeout=400)
-
-
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Done, Path]]:
     """What was printed about a sound loader and about one that loses samples, and the pages."""
@@ -55,12 +48,6 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Done, P
         "good": (check("check_sources:good", "--quick", "--shuffled", "--epochs=1", f"--report={good}"), good),
         "bad": (check("check_sources:forgetful", "--quick", "--epochs=1", "--verbose", f"--report={bad}"), bad),
     }
-
-
-@pytest.fixture(scope="module")
-def pages(checked: dict[str, tuple[Done, Path]]) -> tuple[Path, Path]:
-    """Both pages."""
-    return checked["good"][1], checked["bad"][1]
 
 
 def test_a_sound_loader_is_called_exact_in_one_table(checked: dict[str, tuple[Done, Path]]) -> None:
@@ -281,8 +268,8 @@ def text_of(page: Path) -> str:
     return html.unescape(re.sub(r"<[^>]*>", "", found))
 
 
-def test_the_page_says_what_was_found(pages: tuple[Path, Path]) -> None:
-    good, bad = map(text_of, pages)
+def test_the_page_says_what_was_found(checked: dict[str, tuple[Done, Path]]) -> None:
+    good, bad = (text_of(page) for _, page in checked.values())
     for text, finding in ((good, "It continues exactly"), (bad, "A resumed run is not the run that was cut")):
         in_order = [finding, "rest of an epoch that was cut", "Which samples each rank received", "What it rests on"]
         assert [text.index(each) for each in in_order] == sorted(text.index(each) for each in in_order)
@@ -334,14 +321,14 @@ def test_the_file_that_is_named_is_the_one_that_is_examined(tmp_path: Path, monk
     source = SOURCES.read_text(encoding="utf-8")
     for name, text in (("a", source), ("b", source.replace("def alone", "def other"))):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "mine.py").write_text(text)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'a'}:{tmp_path / 'b'}")
-    done = check_apart("b/mine.py:alone", "--laws=tail", folder=tmp_path)
+        (tmp_path / name / "mine_of_two.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path / name)
+    done = check("b/mine_of_two.py:alone", "--laws=tail", folder=tmp_path)
     assert done.returncode == 2 and "has no function and no loader 'alone'" in done.stderr, done.stdout
     (tmp_path / "types.py").write_text(source)
-    done = check_apart("types.py:alone", "--laws=tail", folder=tmp_path / "a")
+    done = check("types.py:alone", "--laws=tail", folder=tmp_path / "a")
     assert done.returncode == 2 and "there is no file" in done.stderr
-    done = check_apart("../types.py:alone", "--laws=tail", folder=tmp_path / "a")
+    done = check("../types.py:alone", "--laws=tail", folder=tmp_path / "a")
     assert done.returncode == 2 and "there is another module 'types'" in done.stderr
 
 
