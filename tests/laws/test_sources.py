@@ -24,39 +24,37 @@ class _Sampled(ResumableTests):
     state_bytes = 512
 
 
+class _Indexed(_Sampled):
+    num_workers = (0, 1)  # which worker reads what is the same arithmetic as with two, which the first has
+
+
 class TestMapShuffled(_Sampled):
     make_loader = staticmethod(sources.map_shuffled)
     shuffled = True
-    quick = False
-
-    @pytest.mark.long  # spawns workers, if it is not quick; test_transparent has it without
-    def test_transparent(self) -> None:
-        """The long form of the law."""
-        self._examine("transparent")
 
 
-class TestMapSequentialDrop(_Sampled):
+class TestMapSequentialDrop(_Indexed):
     make_loader = staticmethod(sources.map_sequential_drop)
     tail = "drop"
     drop_last = True
 
 
-class TestMapUneven(_Sampled):
+class TestMapUneven(_Indexed):
     make_loader = staticmethod(sources.map_uneven)
     tail = "uneven"
 
 
-class TestMapListed(_Sampled):
+class TestMapListed(_Indexed):
     make_loader = staticmethod(sources.map_listed)
     shuffled = True
 
 
-class TestMapLeftAlone(_Sampled):
+class TestMapLeftAlone(_Indexed):
     make_loader = staticmethod(sources.map_left_alone)
     shuffled = True
 
 
-class TestMapBatchSampler(_Sampled):
+class TestMapBatchSampler(_Indexed):
     make_loader = staticmethod(sources.map_batch_sampler)
 
 
@@ -69,7 +67,7 @@ class TestInheriting(_Sampled):
     world_sizes = (1,)  # an object of the class takes its world from the process
 
 
-class TestMapWrapped(_Sampled):
+class TestMapWrapped(_Indexed):
     make_loader = staticmethod(sources.map_wrapped)
     shuffled = True
     elastic_content = False  # numbers drawn in the wrapper are the batch's

@@ -41,7 +41,7 @@ class TestIndexedSequential(_Pipeline):
     shuffled = False
     tail = "drop"
     drop_last = True
-    num_workers = (0, 2)
+    num_workers = (0, 1)
 
 
 class TestStreamed(_Pipeline):
