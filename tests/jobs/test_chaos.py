@@ -15,8 +15,7 @@ import pytest
 import ticket_job
 
 LONG = bool(os.environ.get("MIDEPOCH_CHAOS"))
-# The others resume as this one does. Parts of a state that only their rank knows are killed in test_torchrun, and what
-# killed processes leave in shared memory in test_faults.
+# The others resume as this one does. Parts of a state that only their rank knows are killed in test_torchrun.
 SHORT = ("dataloader",)
 NEEDED = {"stateful": "torchdata", "webdataset": "webdataset", "streaming": "streaming", "dali": "nvidia.dali",
           "dali-native": "nvidia.dali", "ffcv": "ffcv"}  # fmt: skip

@@ -176,16 +176,6 @@ def ahead(source: Iterable[Any], count: int) -> Iterator[tuple[Any, int]]:
         yield taken.pop(0), len(taken)
 
 
-def its_own_state(make: Make, log: Log, epochs: int) -> None:
-    train = midepoch.wrap(StatefulDataLoader(sources.Noisy(14), batch_size=4, shuffle=True), seed=2)
-    snapshot = make(log=log, train=train)
-    for epoch in snapshot.epochs(epochs):
-        for batch in train:
-            log("train", epoch, batch)
-            snapshot.step()
-        log("schedule", epoch)
-
-
 def saved_in_except(make: Make, log: Log, epochs: int) -> None:
     """A body that goes on after each exception: of a step, out of a pass, and behind the passes."""
     train, second, validation = loader(14), loader(10, 4, 2), loader(6, 3, 3)
@@ -411,12 +401,11 @@ SHAPES: dict[str, Body] = {
 BODIES: dict[str, Callable[[Make, Log, int], None]] = {
     each.__name__: each
     for each in (
-        usual, accumulated, its_own_state, parts_of_its_own_state, read_ahead,
+        usual, accumulated, parts_of_its_own_state, read_ahead,
         read_ahead_of_validations, a_loop_that_drops_what_it_has_read_ahead, in_functions_and_generators,
         saved_in_except,
     )
 }  # fmt: skip
-
 
 
 NEVER = 1_000_000

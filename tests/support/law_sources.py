@@ -170,32 +170,6 @@ class Drawing:
             yield ahead
 
 
-class KeepsWorkers(DataLoader[torch.Tensor]):
-    """A subclass that keeps its workers by a sampler that begins again."""
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        object.__setattr__(self, "batch_sampler", BeginsAgain(self.batch_sampler))
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler.sampler)  # type: ignore[union-attr]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:  # type: ignore[override]
-        if not hasattr(self, "iterator"):
-            self.iterator = super().__iter__()
-        for _ in range(len(self)):
-            yield next(self.iterator)
-
-
-class BeginsAgain:
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield from self.sampler
-
-
 def inheriting(rank: int = 0, world_size: int = 1, size: int = SIZE, read_log: str | None = None) -> Any:
     return Inheriting(size, read_log)
 
@@ -284,7 +258,7 @@ def _in_loader(
     if "batch_sampler" not in arguments:
         arguments = {"batch_size": batch_size or BATCH, **arguments}
     if kind == "wrapped":
-        return _wrap(Drawing(KeepsWorkers(**arguments, num_workers=num_workers)), rank, world_size, seed, **options)
+        return _wrap(Drawing(DataLoader(**arguments, num_workers=num_workers)), rank, world_size, seed, **options)
     return _wrap(DataLoader(**arguments, num_workers=num_workers), rank, world_size, seed, **options)
 
 
