@@ -112,7 +112,7 @@ class MapDataLoaderAdapter(Adapter):
 
     def _take_over(self) -> None:
         spec, parts = self._spec, self._parts
-        self._order, self._length = spec.order, parts.length
+        self._order, self._unchanged = spec.order, unchanged(self.source.dataset, parts.length)
         self.facts = replace(
             self.facts, batch_size=parts.batch_size, drop_last=parts.drop_last, tail=spec.tail, world=spec.world
         )
@@ -307,9 +307,9 @@ class MapDataLoaderAdapter(Adapter):
                     f"{self._list_differs(run.epoch, saved, listed.crc)}; {self._why_list_differs}"
                 )
         indices = order.epoch(run.seed, run.epoch) if listed is None else listed
-        requests = map_requests(run, indices, unchanged(self.source.dataset, self._length), self._listed_batches)
+        requests = map_requests(run, indices, self._unchanged, self._listed_batches)
         answers, close = self._server(self._reader, requests, run)
-        answers = unwrapped(answers, run.reports.append)
+        answers = unwrapped(answers, run.reports.append) if run.looks else answers
         if listed is None:
             return IteratorSession(answers, close=close)
         return IteratorSession(answers, f"{_OF_THIS}{listed.crc}", f"{_OF_LAST}{listed.crc}", close, listed.error)

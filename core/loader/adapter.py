@@ -354,8 +354,8 @@ class Adapter(ABC):
     # --- what follows, for all of them ---
 
     def _share_of(self, size: int, position: int, world: World) -> Share:
-        start, world, together = min(position, size), self.sharing(world), self.options.global_batch
-        facts = self.facts
+        start, facts, together = min(position, size), self.facts, self.options.global_batch
+        world = world if facts.copies == 1 else self.sharing(world)
         if together is None:
             return Share(size, start, facts.batch_size, world, self.tail_in_use, facts.drop_last)
         return MicroShare(size, start, facts.batch_size, world, "uneven", facts.drop_last, together)

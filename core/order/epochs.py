@@ -71,9 +71,11 @@ def checked_size(value: object) -> int:
 
 def checked_epoch(seed: object, epoch: object) -> None:
     """Raise TypeError or ValueError if the seed or the epoch is invalid."""
-    checked_integer("epoch", epoch, least=0)
-    if isinstance(seed, (bool, np.bool_)) or not isinstance(seed, (int, np.integer)):
-        raise TypeError(f"seed must be an integer, got {seed!r} of type {type(seed).__name__}")
+    for name, value in (("epoch", epoch), ("seed", seed)):
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+            raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+        if name == "epoch" and value < 0:
+            raise ValueError(f"epoch must be 0 or more, got {value}")
 
 
 def bounds(positions: object, size: int) -> tuple[int, int]:

@@ -103,7 +103,7 @@ def _unique(path: str, taken: set[str]) -> str:
 
 def _children(path: str, value: Any, tops: dict[int, Any]) -> Iterator[tuple[str, Any]]:
     """What can be reached in one step, with its path. Never runs the object's own code, which might open files."""
-    kind = type(value)
+    kind: Any = type(value)
     if issubclass(kind, functools.partial):
         steps = [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
     elif kind is types.MethodType:
@@ -112,15 +112,24 @@ def _children(path: str, value: Any, tops: dict[int, Any]) -> Iterator[tuple[str
         steps = [(".__self__", value.__self__)]
     elif kind is types.FunctionType:
         steps = _closed_over(value) if value.__closure__ else []
-        yield from _top_of_module(value.__module__, tops)
+        yield from _tops((value,), tops)
     elif issubclass(kind, type):
         steps = []
-        yield from _top_of_class(value, tops)
+        yield from _tops(value.__mro__, tops)
     else:
         steps = list(_members(value, kind)) if issubclass(kind, _CONTAINERS) else []
         if kind not in _CONTAINERS:
-            steps += _attributes(value, kind)
-            yield from _top_of_class(kind, tops)
+            try:
+                attributes = object.__getattribute__(value, "__dict__")
+            except AttributeError:
+                attributes = {}
+            for name, child in list(attributes.items()) if isinstance(attributes, dict) else ():
+                if not name.startswith("_midepoch"):  # what is ours, such as the loader of a `StatefulIterable`
+                    steps.append((f".{name}", child))
+            for name, slot in _slots(kind):
+                with contextlib.suppress(AttributeError):
+                    steps.append((f".{name}", slot.__get__(value)))
+            yield from _tops(kind.__mro__, tops)
     for step, child in steps:
         if not issubclass(type(child), _ATOMS) or type(child) is types.BuiltinMethodType:
             yield path + step, child
@@ -153,52 +162,32 @@ def _text(key: object) -> str:
     return repr(key) if key is None or type(key) in (str, bytes, int, float, bool, complex) else _ANY
 
 
-def _attributes(value: Any, kind: type) -> list[tuple[str, Any]]:
-    try:
-        attributes = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        attributes = {}
-    found: list[tuple[str, Any]] = []
-    for name, child in list(attributes.items()) if isinstance(attributes, dict) else ():
-        if not name.startswith("_midepoch"):  # what is ours, such as the loader of a `StatefulIterable`
-            found.append((f".{name}", child))
-    for name, slot in _slots(kind):
-        with contextlib.suppress(AttributeError):
-            found.append((f".{name}", slot.__get__(value)))
-    return found
-
-
 @functools.lru_cache(maxsize=4096)
 def _slots(kind: type) -> list[tuple[str, Any]]:
-    members = [item for base in kind.__mro__ for item in vars(base).items()]
-    return [(name, member) for name, member in members if issubclass(type(member), types.MemberDescriptorType)]
+    slot = types.MemberDescriptorType
+    return [item for base in kind.__mro__ for item in vars(base).items() if issubclass(type(item[1]), slot)]
 
 
-def _top_of_class(kind: type, tops: dict[int, Any]) -> Iterator[tuple[str, Any]]:
-    if id(kind) in tops:
-        return
-    for base in kind.__mro__:
-        if id(base) not in tops and (base.__module__ or "").partition(".")[0] not in _LIBRARIES:
-            for name, member in list(vars(base).items()):
-                if issubclass(type(member), (staticmethod, classmethod)):
-                    member = member.__func__
-                elif issubclass(type(member), property):
-                    member = member.fget
-                if issubclass(type(member), _GENERATORS) or (type(member) is types.FunctionType and member.__closure__):
-                    yield f" -> {_prefix(base.__module__)}{base.__qualname__}.{name}", member
-            yield from _top_of_module(base.__module__, tops)
-        tops[id(base)] = base
-
-
-def _top_of_module(name: str | None, tops: dict[int, Any]) -> Iterator[tuple[str, Any]]:
-    name = name or ""
-    module = sys.modules.get(name)
-    if module is None or id(module) in tops or name.partition(".")[0] in _LIBRARIES:
-        return
-    tops[id(module)] = module
-    for attribute, member in list(vars(module).items()):
-        if issubclass(type(member), _GENERATORS):
-            yield f" -> {_prefix(name)}{attribute}", member
+def _tops(definitions: tuple[Any, ...], tops: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+    """What a class, the bases that follow it, and their modules hold; of a function, what its module holds."""
+    for each in definitions if id(definitions[0]) not in tops else ():
+        name, is_new = each.__module__ or "", id(each) not in tops
+        tops[id(each)] = each
+        if not is_new or name.partition(".")[0] in _LIBRARIES:
+            continue
+        for attribute, member in list(vars(each).items()) if issubclass(type(each), type) else ():
+            if issubclass(type(member), (staticmethod, classmethod)):
+                member = member.__func__
+            elif issubclass(type(member), property):
+                member = member.fget
+            if issubclass(type(member), _GENERATORS) or (type(member) is types.FunctionType and member.__closure__):
+                yield f" -> {_prefix(name)}{each.__qualname__}.{attribute}", member
+        module = sys.modules.get(name)
+        if module is not None and id(module) not in tops:
+            tops[id(module)] = module
+            for attribute, member in list(vars(module).items()):
+                if issubclass(type(member), _GENERATORS):
+                    yield f" -> {_prefix(name)}{attribute}", member
 
 
 def _prefix(module: str | None) -> str:

@@ -378,20 +378,6 @@ class Streams:
 
     # --- both ---
 
-    def _make_start(self) -> None:
-        """Make what seeds those of `seeds`, and the source's own. It refers to no Streams, which would be a cycle."""
-        seeds, devices = self.seeds, self._devices
-        self._starts = [self._globals.seeding(seeds)] if seeds else []
-        if devices is not None and devices.held and "devices" in seeds:
-            self._starts.append(devices.seed)
-        if self._owned:
-            self._starts += [functools.partial(_start_owned, each) for each in self._owned]
-        if len(self._starts) == 1 and "sample" not in seeds:
-            self._start = self._starts[0]
-        else:
-            self._start = functools.partial(_start_all, self._starts) if self._starts else None
-        self._start_is_known = True
-
     def _start_noting(self, key: int) -> None:
         lent, devices = self._globals, self._devices
         assert self._noted is not None
@@ -421,8 +407,15 @@ class Streams:
             self._start_is_known &= len(found) == len(devices.held)
             devices.take_over(self._rest_key)
         if not (self._start_is_known and self.seeds is seeds):
-            self.seeds = seeds
-            self._make_start()
+            self.seeds, self._start_is_known = seeds, True
+            # They refer to no Streams, which would be a cycle.
+            starts = self._starts = [self._globals.seeding(seeds)] if seeds else []
+            if devices is not None and devices.held and "devices" in seeds:
+                starts.append(devices.seed)
+            if self._owned:
+                starts += [functools.partial(_start_owned, each) for each in self._owned]
+            alone = len(starts) == 1 and "sample" not in seeds
+            self._start = starts[0] if alone else functools.partial(_start_all, starts) if starts else None
         self._stays = outer is None and get_worker_info() is not None
         if self._stays:
             self._globals.stay(seeds)

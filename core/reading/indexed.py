@@ -191,7 +191,7 @@ def _listed(order: EpochOrder | MaterializedEpoch, pieces: list[tuple[int, int]]
 
 def as_list(indices: Any) -> list[Any]:
     """A slice of an order as a list of Python objects."""
-    return indices if isinstance(indices, list) else list(indices.tolist())
+    return indices if isinstance(indices, list) else cast(list[Any], indices.tolist())
 
 
 class MapReader:
@@ -216,10 +216,9 @@ class MapReader:
         self._listed_batches = listed_batches
         self._whole = reads_whole_batches(dataset) and not single
         self._plain_collate = draws_nothing(collate)
-        self._streams = Streams(dataset, collate) if streams else None
+        self._streams = Streams(dataset, *(() if self._plain_collate else (collate,))) if streams else None
         self._looks = Looks(dataset, self._whole, self._streams)
         self._session: int | None = None
-        self._sample_key = self._batch_key = 0
         self._key_block: list[int] = []  # keys of consecutive positions: a numpy call costs more than its work
         self._key_block_start = 0
 
@@ -227,7 +226,8 @@ class MapReader:
         """The batch."""
         streams = self._streams
         if streams is not None and self._session != request.session:
-            self._begin(request, streams)
+            self._session, self._key_block = request.session, []
+            streams.begin_pass(rest=derive_key(Purpose.REST, request.seed, request.epoch))
         if request.look is not None:
             return self._first_batch(request, request.look)
         if streams is None:
@@ -240,7 +240,7 @@ class MapReader:
     def _first_batch(self, request: MapRequest, look: WitnessRequest) -> FirstBatch:
         """The session's first batch, and what was seen of samples and of the collate function with it."""
         collate, looks = self._collate, self._looks
-        key = self._key_at(self._batch_key if self._whole else self._sample_key)
+        key = self._key_at(request.seed, request.epoch)
         keeps = not keeps_nothing(collate)
         trial = CallTrial(collate, listed=not self._single) if look.collate and keeps else None
         self._collate = trial or collate
@@ -257,7 +257,7 @@ class MapReader:
         if (self._single or keeps) and is_inert(batch):  # otherwise the samples were copied
             with contextlib.suppress(Exception):  # of torch's, for one: nested tensors cannot be copied
                 copied = copy.deepcopy(batch)  # a dataset may fill one buffer at each read, and hand that out
-        seen = looks.report(look, one, key, lambda epoch: self._key_at(self._epoch_key(request.seed, epoch)))
+        seen = looks.report(look, one, key, lambda epoch: self._key_at(request.seed, epoch))
         if copied is not None and summary_of(copied).differing(summary_of(batch)):
             batch = copied
         return FirstBatch(batch, replace(seen, collate=finding))
@@ -266,31 +266,17 @@ class MapReader:
         """The samples of an epoch, one by one, as this reader reads them."""
         if self._streams is not None:
             self._streams.begin_pass(rest=derive_key(Purpose.REST, seed, epoch))
-        look = functools.partial(self._look_alone, self._epoch_key(seed, epoch))
-        return Samples(order, self._listed_batches, look)
+        return Samples(order, self._listed_batches, functools.partial(self._look_alone, seed, epoch))
 
-    def _look_alone(self, key: int, index: Any, position: int, place: int) -> SampleSummary | None:
-        return self._looks.alone(self._key_at(key, position, place), index)[0]
+    def _look_alone(self, seed: int, epoch: int, index: Any, position: int, place: int) -> SampleSummary | None:
+        return self._looks.alone(self._key_at(seed, epoch, position, place), index)[0]
 
-    def _epoch_key(self, seed: int, epoch: int) -> int:
-        """Of the streams of an epoch's samples, or of its batches if these are asked for as a whole."""
-        return derive_key(Purpose.BATCH if self._whole else Purpose.SAMPLE, seed, epoch)
-
-    def _key_at(self, key: int, position: int = 0, place: int = 0) -> int:
-        """Of a sample's stream. `key`: of the epoch's; `place`: in its batch, if the position is a batch's."""
-        key = extend_key(key, position)
+    def _key_at(self, seed: int, epoch: int, position: int = 0, place: int = 0) -> int:
+        """Of the stream of a sample that is read alone. `place`: in its batch, if the position is a batch's."""
+        key = derive_key(Purpose.BATCH if self._whole else Purpose.SAMPLE, seed, epoch, position)
         if self._listed_batches and not self._whole:
             return int(derive_keys(key, np.arange(place + 1))[place])
         return key
-
-    def _begin(self, request: MapRequest, streams: Streams) -> None:
-        """Begin another pass."""
-        self._session = request.session
-        self._plain_collate = draws_nothing(self._collate)
-        self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
-        self._batch_key = derive_key(Purpose.BATCH, request.seed, request.epoch)
-        self._key_block = []
-        streams.begin_pass(rest=derive_key(Purpose.REST, request.seed, request.epoch))
 
     def _read(self, request: MapRequest, start: Start | None, see: Callable[[Any], None] | None = None) -> Any:
         """Read the batch.
@@ -303,7 +289,7 @@ class MapReader:
         dataset, indices = self.dataset, request.indices
         if self._whole:
             if start is not None:
-                start(extend_key(self._batch_key, request.start))
+                start(derive_key(Purpose.BATCH, request.seed, request.epoch, request.start))
             samples = dataset.__getitems__(indices)
         elif start is None:
             samples = list(map(operator.getitem, itertools.repeat(dataset), indices))
@@ -318,21 +304,21 @@ class MapReader:
                     see(samples[0])
                     see = None
         if start is not None and not self._plain_collate:
-            start(extend_key(self._batch_key, request.start, Purpose.BATCH))
+            start(derive_key(Purpose.BATCH, request.seed, request.epoch, request.start, Purpose.BATCH))
         return self._collate(samples[0] if self._single else samples)
 
     def _keys(self, request: MapRequest) -> list[int]:
         start, count = request.start, len(request.indices)
-        if request.positions is not None and not self._listed_batches:
-            return cast(list[int], derive_keys(self._sample_key, np.array(request.positions)).tolist())
-        if self._listed_batches:
-            key = extend_key(self._sample_key, start % request.size)
-            return cast(list[int], derive_keys(key, np.arange(count)).tolist())
-        place = start - self._key_block_start
-        if not 0 <= place <= len(self._key_block) - count:
-            positions = np.arange(start, start + max(count, _KEY_BLOCK)) % max(request.size, 1)
-            self._key_block = derive_keys(self._sample_key, positions).tolist()
-            self._key_block_start, place = start, 0
+        place, own = start - self._key_block_start, self._listed_batches or request.positions is not None
+        if own or not 0 <= place <= len(self._key_block) - count:
+            key, positions = derive_key(Purpose.SAMPLE, request.seed, request.epoch), request.positions
+            if self._listed_batches:
+                key, numbers = extend_key(key, start % request.size), np.arange(count)
+            elif positions is not None:
+                numbers = np.array(positions)
+            else:
+                numbers = np.arange(start, start + max(count, _KEY_BLOCK)) % max(request.size, 1)
+            self._key_block, self._key_block_start, place = derive_keys(key, numbers).tolist(), start, 0
         return self._key_block[place : place + count]
 
 
@@ -353,19 +339,19 @@ def reads_whole_batches(dataset: Any) -> bool:
 def unchanged(source: Any, expected: int | None) -> Callable[[], None]:
     """A check for before each request: it raises SourceError once the length of `source` is not `expected`."""
 
-    def check() -> None:
-        try:
-            length: int | None = len(source)
-        except Exception:  # noqa: BLE001  # as in `length_of`, written out where batches lead through
-            length = None
-        if length != expected:
-            raise SourceError(
-                f"the source had {expected} items when this pass began and has {length} now: change it only between "
-                "epochs"
-            )
-
-    return _nothing if expected is None else check
+    return _nothing if expected is None else functools.partial(_check_length, source, expected)
 
 
 def _nothing() -> None:
     pass
+
+
+def _check_length(source: Any, expected: int) -> None:
+    try:
+        length: int | None = len(source)
+    except Exception:  # noqa: BLE001  # as in `length_of`, written out where batches lead through
+        length = None
+    if length != expected:
+        raise SourceError(
+            f"the source had {expected} items when this pass began and has {length} now: change it only between epochs"
+        )

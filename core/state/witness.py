@@ -60,8 +60,8 @@ class SampleSummary:
 
     def differing(self, other: SampleSummary) -> tuple[str, ...]:
         """The names of the parts that differ."""
-        one, two = ({part.name: part for part in summary.parts} for summary in (self, other))
-        return tuple(name for name in {**one, **two} if one.get(name) != two.get(name))
+        differ = {part.name for part in {*self.parts} ^ {*other.parts}}
+        return tuple(dict.fromkeys(part.name for part in (*self.parts, *other.parts) if part.name in differ))
 
     def holds_most(self, names: tuple[str, ...]) -> bool:
         """Whether the parts with these names hold more than half of the sample's bytes."""
@@ -79,7 +79,7 @@ def summary_of(sample: object) -> SampleSummary:
     """What a sample looks like. Its whole content is read once; nothing of it is kept."""
     parts = parts_of(sample)
     unseen = dict.fromkeys(part.value.kind for part in parts if isinstance(part.value, Unseen))
-    found = [_summary(part) for part in parts]
+    found = [*map(_summary, parts)]
     if len(found) > _MOST_PARTS:
         found[_MOST_PARTS - 1 :] = [_joined("further parts", found[_MOST_PARTS - 1 :])]
     return SampleSummary(tuple(found), tuple(unseen))
