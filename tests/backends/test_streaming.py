@@ -81,25 +81,6 @@ def test_every_place_of_two_epochs_is_gone_on_from(num_workers: int, drop_last: 
     assert drop_last or sorted(flat(second)) == list(range(sources.SIZE))
 
 
-def test_states_are_loaded_in_a_live_process() -> None:
-    """By itself Streaming ignores a state of the epoch that runs, or of an earlier one."""
-    loader = make()
-    first, second = taken(loader), taken(loader, 2)
-    at = loader.state_dict()
-    rest_of_second = taken(resumed(at))
-    third = taken(loader, 1)
-    loader.load_state_dict(at)
-    assert taken(loader) == rest_of_second
-    again = make()
-    head = taken(again, 2)
-    early = again.state_dict()
-    taken(again), taken(again)
-    again.load_state_dict(early)
-    assert head + taken(again) == first
-    assert taken(again, 2) == second
-    assert third not in (first[:1], second[:1])
-
-
 def test_other_ways_to_make_batches_are_counted_too() -> None:
     options = {"batching_method": "per_stream", "size": 15}
     whole = taken(make(**options))

@@ -53,8 +53,8 @@ def images(root: str, size: int) -> list[str]:
 
 
 def identify(batch: Any) -> list[int]:
-    """Of all pipelines' dicts, the labels."""
-    return [int(label) for part in batch for label in torch.as_tensor(part["label"]).flatten()]
+    """Of all pipelines' dicts, the labels, which a graph may have negated."""
+    return [abs(int(label)) for part in batch for label in torch.as_tensor(part["label"]).flatten()]
 
 
 def draws(batch: Any) -> list[tuple[float, ...]]:
