@@ -168,14 +168,6 @@ def test_a_wrong_state_is_told_before_a_resume(name: str) -> None:
     assert list(map(digest, resumed)) != rest
 
 
-def test_numbers_of_torchdatas_workers_are_not_promised() -> None:
-    make = functools.partial(own.wrapped_torchdata, 2)
-    with make() as loader:
-        assert not loader.capabilities.exact_augmentations
-    with make() as loader, pytest.raises(StateError, match="num_workers"):
-        loader.load_state_dict(sources.heads(own.wrapped_torchdata, 2)[1])
-
-
 class Watched(own.Stream):
     """Notes what it is asked, and in which copy of it."""
 
@@ -201,18 +193,13 @@ class Watched(own.Stream):
         super().load_state_dict(state)
 
 
-def test_wrap_and_a_first_state_ask_a_source_for_nothing() -> None:
+def test_a_source_is_copied_once_and_asked_for_little() -> None:
     source = Watched()
     loader = wrap(source)
     state, told = loader.state_dict(), loader.capabilities
     assert told.exact_order and told.exact_order.believed
     loader.load_state_dict(state)
     assert source.asked == [] and source.copies == 0
-
-
-def test_a_source_is_copied_once_and_loads_nothing() -> None:
-    source = Watched()
-    loader = wrap(source)
     next(iter(loader))
     assert source.asked == ["iter", "state_dict"]  # the state of the very beginning
     for _ in range(4):
@@ -222,15 +209,9 @@ def test_a_source_is_copied_once_and_loads_nothing() -> None:
 
 @pytest.mark.parametrize("options", [{"verify": "off"}, {"randomness": "none"}])
 def test_nothing_is_tried_where_that_was_said(options: dict[str, Any]) -> None:
-    source = Watched()
-    loader = wrap(source, **options)
+    loader = wrap(source := Watched(), **options)
     assert len(list(loader)) == own.SIZE
-    assert source.copies == 0
-    assert loader.capabilities.exact_order.believed
-
-
-def wrap_state(make: Callable[[], Any], batches: int) -> dict[str, Any]:
-    return sources.heads(lambda: wrap(make()), batches)[1]
+    assert source.copies == 0 and loader.capabilities.exact_order.believed
 
 
 class Fails(own.Stream):
@@ -354,19 +335,8 @@ class _Own(ResumableTests):
     quick = True
 
 
-class TestTorchdata(_Own):
-    make_loader = staticmethod(own.wrapped_torchdata)
-    shuffled = True
-    elastic_content = False  # numbers are those of the batch, and of the worker
-
-
 class TestDatasets(_Own):
     make_loader = staticmethod(own.wrapped_datasets_stream)
-
-
-class TestDatasetsBuffered(_Own):
-    make_loader = staticmethod(own.wrapped_datasets_buffered)
-    shuffled = True
 
 
 class TestLitData(_Own):
@@ -378,13 +348,12 @@ class _OnRanks(_Own):
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2)
 
 
-class TestTorchdataOnRanks(_OnRanks):
+class TestTorchdata(_OnRanks):
     """Each rank has its own state, so another world is refused by name."""
 
     make_loader = staticmethod(own.wrapped_torchdata_of_rank)
-    draws: ClassVar[Any] = staticmethod(own.draws)
     shuffled = True
-    elastic_content = False  # numbers are those of the batch
+    elastic_content = False  # numbers are those of the batch, and of the worker
 
 
 class TestGrainElastic(_OnRanks):
@@ -538,7 +507,7 @@ class SkipsInALoader(Skips, IterableDataset[Any]):
     [Skips, lambda size: DataLoader(SkipsInALoader(size), 4), lambda size: StatefulDataLoader(SkipsInALoader(size), 4)],
 )
 def test_a_state_beyond_the_end_of_a_source_is_refused(made_of: Any) -> None:
-    state = wrap_state(lambda: made_of(40), 6)
+    state = sources.heads(lambda: wrap(made_of(40)), 6)[1]
     resumed = wrap(made_of(40))
     resumed.load_state_dict(state)
     assert len(list(resumed)) == len(list(wrap(made_of(40)))) - 6
@@ -637,58 +606,29 @@ class IsTold(Plain):
         return int(np.random.RandomState(self.epoch).permutation(self.size)[number - 1])
 
 
-class Hides(Plain):
-    """One sample in the middle of each batch counts for itself, which its state does not say."""
-
-    size, batch = 300, 4
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = 0
-
-    def sample(self, number: int) -> Any:
-        if number % self.batch != self.batch // 2:
-            return number
-        self.hidden += 1
-        return self.hidden
-
-
 class Timed(Plain):
-    """Each sample has the time at which it was read."""
+    """One sample in the middle of each batch has the time at which it was read."""
 
     def sample(self, number: int) -> Any:
-        return "of what it says, most is the same", number, time.perf_counter_ns()
+        time_of_it = time.perf_counter_ns() if number % 4 == 2 else 0
+        return "of what it says, most is the same", number, time_of_it
 
 
-def plain(kind: Any, batch_size: int = 4, **options: Any) -> Loader:
-    return wrap(DataLoader(kind(), batch_size, num_workers=1, collate_fn=list), seed=1, **options)
-
-
-def saved_after(batches: int, kind: Any, batch_size: int = 4, **options: Any) -> dict[str, Any]:
-    with plain(kind, batch_size, **options) as loader:
-        list(itertools.islice(loader, batches))
-        return loader.state_dict()
-
-
-@pytest.mark.parametrize("kind", [Hides])
-def test_each_sample_of_the_batch_before_a_resume_is_compared(kind: Any) -> None:
-    state = saved_after(2, kind, kind.batch)
-    with plain(kind, kind.batch) as resumed, pytest.raises(midepoch.SourceError, match="does not lead to the batch"):
-        resumed.load_state_dict(state)
-        next(iter(resumed))
+def timed(**options: Any) -> Loader:
+    return wrap(DataLoader(Timed(), 4, num_workers=1, collate_fn=list), seed=1, **options)
 
 
 def test_verify_and_a_batch_that_is_read_again() -> None:
-    state = saved_after(2, Timed)
-    with plain(Timed) as resumed, pytest.raises(midepoch.SourceError, match="pass verify='warn'"):
+    state = sources.heads(timed, 2)[1]
+    with timed() as resumed, pytest.raises(midepoch.SourceError, match="pass verify='warn'"):
         resumed.load_state_dict(state)
         next(iter(resumed))
-    with plain(Timed, verify="warn") as resumed:
+    with timed(verify="warn") as resumed:
         resumed.load_state_dict(state)
         with pytest.warns(midepoch.MidepochWarning, match="does not lead to the batch") as told:
             assert next(iter(resumed))[0][1] == 9
         assert told[0].filename == __file__ and not resumed.capabilities.exact_order
-    with warnings.catch_warnings(), plain(Timed, verify="off") as resumed:
+    with warnings.catch_warnings(), timed(verify="off") as resumed:
         warnings.simplefilter("error", midepoch.MidepochWarning)
         resumed.load_state_dict(state)
         assert [batch[0][1] for batch in itertools.islice(resumed, 3)] == [9, 13, 17]
@@ -1034,35 +974,22 @@ def test_a_source_is_told_the_epoch(name: str) -> None:
         assert taken(fresh) == epochs[2]
 
 
-USED: dict[str, Callable[[], Any]] = {
-    **{name: own.EXACT[name] for name in ("StatefulDataLoader of a stream", "right by itself")},
-}
-
-
-@pytest.mark.parametrize("name", USED)
+@pytest.mark.parametrize("name", ["StatefulDataLoader of a stream", "right by itself"])
 def test_a_used_source_goes_back_to_its_very_beginning(name: str) -> None:
-    loader = wrapped(USED[name])
+    loader = wrapped(own.EXACT[name])
     beginning = loader.state_dict()
     whole = [digest(batch) for _ in range(2) for batch in loader]
     for _ in range(2):
         loader.load_state_dict(beginning)
         assert [digest(batch) for _ in range(2) for batch in loader] == whole
-    resumed = wrapped(USED[name])
-    resumed.load_state_dict(sources.heads(lambda: wrapped(USED[name]), 1)[1])
+    resumed = wrapped(own.EXACT[name])
+    resumed.load_state_dict(sources.heads(lambda: wrapped(own.EXACT[name]), 1)[1])
     next(iter(resumed))
     resumed.load_state_dict(beginning)
     assert [digest(batch) for _ in range(2) for batch in resumed] == whole
 
 
 # --- what follows from the rank and the worker ---
-
-
-def test_ranks_that_read_whole_go_on_where_each_was() -> None:
-    def make(rank: int) -> Loader:
-        return wrap(StatefulDataLoader(Drawing(), 2), seed=1, shard=False, world=midepoch.World(rank, 2))
-
-    epochs = [sources.every_place(functools.partial(make, rank), epochs=1)[0] for rank in range(2)]
-    assert epochs[0] != epochs[1], "each draws its own"
 
 
 class DrawsFirst(Counting):

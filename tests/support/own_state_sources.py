@@ -162,15 +162,15 @@ WRAPPED: dict[str, Callable[..., Any]] = {
 # --- wrapped, on several ranks ---
 
 
-def wrapped_torchdata_of_rank(rank: int = 0, world_size: int = 1, seed: int | None = SEED) -> Any:
+def wrapped_torchdata_of_rank(
+    rank: int = 0, world_size: int = 1, num_workers: int = 0, seed: int | None = SEED
+) -> Any:
     sampler: Any = DistributedSampler(Drawing(SIZE), world_size, rank, shuffle=True, seed=seed or 0)
-    source = StatefulDataLoader(Drawing(SIZE), BATCH, sampler=sampler)
+    context = "fork" if num_workers else None
+    source = StatefulDataLoader(
+        Drawing(SIZE), BATCH, sampler=sampler, num_workers=num_workers, multiprocessing_context=context
+    )
     return midepoch.wrap(source, seed=seed, world=midepoch.World(rank, world_size))
-
-
-def draws(batch: Any) -> list[tuple[float, ...]]:
-    """What `Drawing` has drawn."""
-    return [tuple(row[1:].tolist()) for row in batch]
 
 
 def wrapped_grain_elastic(
