@@ -94,16 +94,11 @@ class TestRandom(Laws):
     quick = not ALL  # each process compiles for itself
 
 
-class TestSequentialThroughPages(Laws):
+class TestQuasiRandomThroughPages(Laws):
     make_loader = staticmethod(
-        functools.partial(load, order="sequential", os_cache=False, drop_last=True, subset=True, kind="raw")
+        functools.partial(load, order="quasi", os_cache=False, tail="drop", drop_last=True, subset=True)
     )
-    shuffled, drop_last, quick = False, True, True
-
-
-class TestQuasiRandom(Laws):
-    make_loader = staticmethod(functools.partial(load, order="quasi", os_cache=False, tail="drop"))
-    tail, quick = "drop", True
+    tail, drop_last, quick = "drop", True, True
 
 
 class TestMixed(Laws):

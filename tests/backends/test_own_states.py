@@ -992,6 +992,13 @@ def test_a_used_source_goes_back_to_its_very_beginning(name: str) -> None:
 # --- what follows from the rank and the worker ---
 
 
+def test_ranks_that_read_whole_draw_each_its_own() -> None:
+    def make(rank: int) -> Loader:
+        return wrap(StatefulDataLoader(Drawing(), 2), seed=1, shard=False, world=midepoch.World(rank, 2))
+
+    assert sources.taken(make(0)) != sources.taken(make(1))
+
+
 class DrawsFirst(Counting):
     """Draws when it begins, and gives that with each number."""
 

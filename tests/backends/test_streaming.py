@@ -397,8 +397,9 @@ def die_once(marker: str, worker: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_worker_that_dies_as_a_pass_begins_stops_no_other(tmp_path: Path) -> None:
-    """Streaming's workers wait for each other then, by counts in shared memory."""
+def test_a_worker_that_dies_as_a_pass_begins_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streaming's workers wait for each other then, by counts in shared memory, and torch for them."""
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     marker = tmp_path / "dies"
     marker.touch()
     loading = {"worker_init_fn": functools.partial(die_once, str(marker))}
