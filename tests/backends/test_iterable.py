@@ -301,45 +301,6 @@ def test_shard_has_to_be_said_where_there_is_something_to_divide() -> None:
             make()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_stream_that_midepoch_divides(world_size: int, num_workers: int) -> None:
-    """Every rank and worker reads it whole and keeps its part; on another world size it goes on exactly."""
-
-    length = 22 if world_size == 3 else 23  # the last of three ranks gets nothing but padding
-
-    def make(rank: int, ranks: int = world_size) -> Loader:
-        source = DataLoader(sources.Stream(length), batch_size=3, num_workers=num_workers)
-        return midepoch.wrap(source, seed=5, shard=True, world=World(rank, ranks))
-
-    alone = sources.flat(sources.taken(midepoch.wrap(DataLoader(sources.Stream(length), batch_size=3), seed=5)))
-    ranks = []
-    for rank in range(world_size):
-        with make(rank) as loader:
-            ranks.append(sources.taken(loader))
-    together = [sample for step in zip(*ranks, strict=True) for batch in step for sample in batch]
-    assert together[:length] == alone
-    assert together[length:] == alone[: -length % world_size]
-    cut = 2 if world_size < 3 else 1
-    state = sources.heads(functools.partial(make, 0), cut)[1]
-    assert state == {**sources.heads(functools.partial(make, world_size - 1), cut)[1]}
-    rest = [sources.quiet_resume(functools.partial(make, rank, 2), state) for rank in range(2)]
-    resumed = [sample for step in zip(*rest, strict=True) for batch in step for sample in batch]
-    begun = 3 * world_size * cut
-    assert resumed[: length - begun] == alone[begun:]
-    assert make(0).capabilities.elastic_world
-
-
-def test_another_number_of_workers_is_refused_for_a_replay() -> None:
-    def make(workers: int) -> Loader:
-        return midepoch.wrap(DataLoader(sources.Stream(9), num_workers=workers), seed=5, shard=True)
-
-    state = sources.heads(functools.partial(make, 2), 3)[1]
-    with pytest.raises(StateError, match=r"num_workers.*2.*1"):
-        make(1).load_state_dict(state)
-    assert not make(2).capabilities.elastic_workers
-
-
 def test_a_stream_divided_twice_among_workers_is_named() -> None:
     source = DataLoader(sources.Stream(20, by_worker=True), batch_size=2, num_workers=2)
     with midepoch.wrap(source, seed=5, shard=True) as loader, pytest.raises(SourceError, match="shard=False"):

@@ -82,6 +82,13 @@ class TestGeneratorFunction(_Sampled):
     make_loader = staticmethod(sources.generator_function)
 
 
+class TestDividedStreamInLoader(_Sampled):
+    """Every rank and worker reads it whole and keeps its part."""
+
+    make_loader = staticmethod(sources.divided_stream_in_loader)
+    world_sizes = (1, 2)
+
+
 class TestDividingStreamInLoader(_Sampled):
     make_loader = staticmethod(sources.dividing_stream_in_loader)
     tail = "uneven"  # as the dataset divides itself

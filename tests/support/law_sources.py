@@ -245,6 +245,7 @@ def _arguments(kind: str, size: int, read_log: str | None, rank: int, world_size
         "left alone": {"dataset": samples, "sampler": DistributedSampler(samples, **replicas, seed=seed)},
         "batches": {"dataset": Samples(sum(groups.lengths), read_log), "batch_sampler": groups},
         "exposing by a generator": {"dataset": ExposingGenerator(size, read_log)},
+        "stream": {"dataset": Stream(size)},
         "dividing stream": {"dataset": Stream(size, rank, world_size, divides=True)},
     }
     return kinds.get(kind, {"dataset": samples, "shuffle": True})
@@ -273,4 +274,5 @@ map_left_alone = functools.partial(_of("left alone", shard=False), batch_size=No
 map_batch_sampler = functools.partial(_of("batches"), batch_size=None, size=7)
 map_wrapped = _of("wrapped", inside="loader")
 exposing_generator_in_loader = _of("exposing by a generator")
+divided_stream_in_loader = _of("stream", shard=True)
 dividing_stream_in_loader = functools.partial(_of("dividing stream", shard=False), batch_size=None)
