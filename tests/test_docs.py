@@ -26,6 +26,7 @@ import midepoch
 from midepoch.testing import digest
 from midepoch.testing.report import MEANINGS
 from support import forking
+from support.jobs import MODULES
 from support.kill_examples import assert_went_on, kill_with_children
 from support.places import ROOT
 
@@ -43,9 +44,6 @@ for path in sys.argv[1:]:
 """
 
 
-MODULES = ("torch.distributed.run", "torch._dynamo")  # the first optimizer imports the second, for a second and a half
-
-
 def shown(page: Path) -> list[tuple[str, str]]:
     """The language and the code of each block, of tabs too."""
     text = TAB.sub(lambda tab: textwrap.dedent(tab[2]), page.read_text(encoding="utf-8"))
@@ -59,9 +57,9 @@ def blocks(page: Path, language: str) -> list[str]:
 ALONE = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
 
-def python(arguments: list[Any], folder: Path, *modules: str) -> str:
+def python(arguments: list[Any], folder: Path) -> str:
     """What a program prints on its standard output."""
-    return forking.run(arguments, cwd=folder, env=ALONE, modules=modules or MODULES, check=True).stdout
+    return forking.run(arguments, cwd=folder, env=ALONE, modules=MODULES, check=True).stdout
 
 
 def skip_without(modules: list[str], extras: str) -> None:

@@ -34,9 +34,8 @@ from demo.orchestrate import DemoError, Settings, prepare
 from PIL import Image
 
 from support import forking
+from support.jobs import MODULES
 
-# What every rank imports, the second when it makes its optimizer.
-MODULES = ("torch.distributed.run", "torch._dynamo", "sklearn.datasets", "PIL.Image")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "examples")}
 _SMALL = ("--images=288", "--num-workers=1", "--every=3", "--seed=5")
 

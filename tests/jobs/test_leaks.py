@@ -152,7 +152,10 @@ def live(make: Maker, epochs: int) -> None:
     loader.close()
 
 
-@pytest.mark.parametrize("name", SOURCES)
+# FFCV compiles its pipelines for ten seconds; test_ffcv counts its threads and buffers.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name == "ffcv")) for name in SOURCES]
+)
 def test_epochs_leak_nothing(name: str, tmp_path: Path) -> None:
     source, epochs = SOURCES[name]
     make = source(tmp_path)

@@ -412,6 +412,21 @@ class KeepsItsArgument(ReferenceLoader):
         return super().begin()
 
 
+class CountsWhatItPrefetched(ReferenceLoader):
+    """While the training loop is busy, here with a second look at the state, the position moves on."""
+
+    looks = 0
+
+    def deliver(self, epoch: int, after: int) -> None:
+        super().deliver(epoch, after)
+        self.looks = 0
+
+    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
+        state = super().state_dict(in_flight)
+        self.looks += 1
+        return reseal(state | {"position": state["position"] + 1}) if self.looks > 1 else state
+
+
 class LosesABatchAtTheThirdResume(ReferenceLoader):
     """Its states count the resumes."""
 
@@ -433,6 +448,7 @@ class LosesABatchAtTheThirdResume(ReferenceLoader):
 BROKEN_OTHERWISE: list[tuple[str, type[ReferenceLoader]]] = [
     ("round trip", GoesOnWithTheOldPass),
     ("isolation", KeepsItsArgument),
+    ("delivery", CountsWhatItPrefetched),
     ("chain", LosesABatchAtTheThirdResume),
 ]
 
