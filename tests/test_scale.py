@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 
 from midepoch import ResumableSampler, reseal
-from midepoch.order import EpochOrder, Shuffled
+from midepoch.order import Shuffled
 from support.places import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -22,59 +19,8 @@ import scale
 PAGE = ROOT / "docs" / "benchmarks" / "index.md"
 SIZE = 10**12
 RANKS = 16
-GLOBAL_BATCH = RANKS * scale.BATCH_SIZE
-END = SIZE - 3 * GLOBAL_BATCH - 5
-"""Three full steps and a rest of five, to be padded or dropped."""
 
 # --- coverage ---
-
-
-@dataclass
-class Mended:
-    """An epoch in which one position has the index of another, or one that there is not."""
-
-    epoch: EpochOrder
-    position: int
-    index: int
-
-    def __len__(self) -> int:
-        return len(self.epoch)
-
-    def __getitem__(self, positions: slice, /) -> npt.NDArray[np.int64]:
-        indices = self.epoch[positions].copy()
-        if positions.start <= self.position < positions.stop:
-            indices[self.position - positions.start] = self.index
-        return indices
-
-
-@dataclass(frozen=True)
-class Broken(Shuffled):
-    """A shuffled order with one wrong index: that of the position `like`, or `size` if that is none."""
-
-    position: int = 0
-    like: int = -1
-
-    def epoch(self, seed: int, epoch: int) -> EpochOrder:
-        right = super().epoch(seed, epoch)
-        wrong = self.size if self.like < 0 else int(right[self.like : self.like + 1][0])
-        return Mended(right, self.position, wrong)
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_windows_are_covered(drop_last: bool) -> None:
-    assert scale.check_window(Shuffled(SIZE), 7 * 10**11 + 1, RANKS, drop_last) == 4 * GLOBAL_BATCH
-    # Worked out by hand: five are left for sixteen ranks.
-    assert scale.check_window(Shuffled(SIZE), END, RANKS, drop_last) == 3 * GLOBAL_BATCH + (0 if drop_last else RANKS)
-
-
-@pytest.mark.parametrize(
-    ("like", "what"),
-    [(SIZE // 2 + 3, "more than once"), (SIZE // 3, "inverse"), (-1, "out of range")],
-    ids=["within the window", "from far away", "not in the data"],
-)
-def test_a_wrong_index_is_found(like: int, what: str) -> None:
-    with pytest.raises(SystemExit, match=rf"not covered.*16 ranks from position 500,000,000,000.*{what}"):
-        scale.check_window(Broken(SIZE, SIZE // 2 + 777, like), SIZE // 2, RANKS, False)
 
 
 def test_a_resume_at_the_wrong_place_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
