@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch import World
-from support import forking, jobs, sources
+from support import sources
 
 # --- jobs that are killed ---
 
@@ -129,35 +129,23 @@ def test_a_forked_process_has_persistent_workers_of_its_own(tmp_path: Path) -> N
         assert len(list(loader)) == 10
 
 
-BLOCKED = """
-import multiprocessing, signal, sys
-from torch.utils.data import DataLoader
-import midepoch
-
-def tell(connection):
+def tell_what_is_blocked(connection: Any) -> None:
     connection.send(sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))))
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context(sys.argv[1])
-    source = DataLoader(list(range(8)), batch_size=4, num_workers=1, multiprocessing_context=context)
-    loader = midepoch.wrap(source, seed=0)
-    snapshot = midepoch.Snapshot("s.pt", data=loader)
-    list(loader)
-    here, there = context.Pipe()
-    process = context.Process(target=tell, args=(there,))
-    process.start()
-    print(here.recv(), sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
-    process.join()
-"""
 
 
 @pytest.mark.parametrize(
     "method", ["fork", *(pytest.param(each, marks=pytest.mark.long) for each in ("spawn", "forkserver"))]
 )
 def test_other_processes_have_no_signals_blocked(method: str, tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(BLOCKED)
-    done = forking.run(["job.py", method], modules=jobs.MODULES, cwd=tmp_path, check=True)
-    assert done.stdout.split("\n")[0] == "[] []", done.stderr
+    context: Any = multiprocessing.get_context(method)
+    source: Any = DataLoader(sources.Indices(8), batch_size=4, num_workers=1, multiprocessing_context=context)
+    with midepoch.wrap(source, seed=0) as loader, midepoch.Snapshot(tmp_path / "s.pt", data=loader):
+        assert len(list(loader)) == 2
+        here, there = context.Pipe()
+        process = context.Process(target=tell_what_is_blocked, args=(there,))
+        process.start()
+        assert here.recv() == sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())) == []
+        process.join()
 
 
 def die(worker: int) -> None:
