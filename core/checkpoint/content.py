@@ -20,7 +20,7 @@ from .epoch_loop import EpochLoop
 from .files import FORMAT, Found, read
 from .fitting import check_fits, kinds_of, sharded
 from .generators import save_generators
-from .ledger import is_count
+from .ledger import NO_LEDGER, unseal
 
 __all__ = ["Contribution", "apply", "contribute", "joined", "read_fitting"]
 
@@ -128,8 +128,10 @@ def read_fitting(found: Found, parts: Mapping[str, Any]) -> dict[str, Any]:
             f"{found.path} is missing, or another file than rank 0 sees: put it on storage that all processes share"
         )
     check_fits(parts, content["parts"], content["kinds"])
-    if not is_count(content.get("ledger")):
-        raise SnapshotError(f"{found.path} is damaged (ledger): restore a copy")
+    try:
+        unseal(content.get("ledger", NO_LEDGER))
+    except ValueError as error:
+        raise SnapshotError(f"{found.path} is damaged (ledger): restore a copy") from error
     content["body"] = BodyRecord.read(content.get("body"), content["parts"])
     return content
 

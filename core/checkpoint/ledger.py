@@ -1,7 +1,8 @@
 """The ledger of a run: what each of its steps was trained on. docs/format.md says how it is written.
 
-Rank 0 appends lines to one file beside the snapshot, and each snapshot names the lines that are its own. So whenever a
-process is killed, what it wrote after its last snapshot, and steps that are taken back, are lines of no snapshot.
+Each start of the run appends to a file of its own beside the snapshot, and each snapshot names how many lines of which
+files are its own, and has what no line says yet. So whenever a process is killed, what it wrote after its last
+snapshot, and steps that are taken back, are lines of no snapshot.
 """
 
 from __future__ import annotations
@@ -10,90 +11,42 @@ import json
 import os
 import random
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import StateError, warn
 from ..loader.body import Body
 from ..loader.loader import Loader
-from ..loader.reading import History, Reading
+from ..loader.reading import Reading
 from ..order.holes import Holes, Omit
+from .files import sync_folder
 
-__all__ = ["Ledger", "described", "is_count", "ledger_path", "seal", "unseal"]
+__all__ = ["NO_LEDGER", "Ledger", "described", "ledger_path", "seal", "unseal"]
 
 
 def ledger_path(snapshot: Path) -> Path:
-    """The ledger of a snapshot's run."""
+    """The folder of the ledger of a snapshot's run."""
     return snapshot.with_name(f"{snapshot.name}.ledger")
 
 
-def is_count(value: Any) -> bool:
-    """Whether this is what a snapshot says of its ledger, as `Ledger.write` returns it; or None."""
-    try:
-        ends = [0, *(end for first, stop, _ in value["lines"] for end in (first, stop))]
-        kinds = {type(each) is int for each in (value["step"], *ends, *(start for _, _, start in value["lines"]))}
-        return kinds == {True} and ends == sorted(ends) and value.keys() == {"lines", "step"}
-    except (TypeError, KeyError, ValueError):
-        return value is None
-
-
-def seal(values: Mapping[str, Any], start: int) -> str:
-    """A line of a ledger: JSON, whose last key is the CRC-32 of the JSON without it, begun with the number of a start.
-
-    So the lines of two runs that went on from one snapshot are not taken for each other.
-    """
+def seal(values: Mapping[str, Any]) -> str:
+    """A line of a ledger: the CRC-32 of JSON, and the JSON."""
     text = json.dumps(values, separators=(",", ":"))
-    return f'{text[:-1]},"crc":"{zlib.crc32(text.encode(), start):08x}"}}\n'
+    return f"{zlib.crc32(text.encode()):08x} {text}"
 
 
-def unseal(line: bytes, start: int) -> dict[str, Any]:
-    """What a line of a start says. Raises ValueError if it is damaged, or another start's."""
-    text, _, crc = line.rpartition(b',"crc":"')
-    values = json.loads(text + b"}") if crc == b'%08x"}' % zlib.crc32(text + b"}", start) else None
-    if not isinstance(values, dict):
-        raise ValueError("it has another CRC, or is another run's")
+def unseal(line: str) -> dict[str, Any]:
+    """What a line says. Raises ValueError if it is damaged."""
+    crc, _, text = str(line).partition(" ")
+    if crc != f"{zlib.crc32(text.encode()):08x}":
+        raise ValueError("it has another CRC")
+    values: dict[str, Any] = json.loads(text)
     return values
 
 
-@dataclass
-class _Course:
-    """How far a loader is. Its batches are counted from this start of the run on.
-
-    Attributes:
-        line: what its lines have said.
-        reading: the latest session that was seen.
-        begins: the number of this session's first batch.
-        number: of the first batch after the latest step.
-    """
-
-    line: dict[str, Any] = field(default_factory=dict)
-    reading: Reading | None = None
-    begins: int = 0
-    number: int = 0
-
-    def later(self, history: History, reading: Reading | None) -> Iterator[Reading]:
-        """Go on to the sessions that were not seen yet, one by one, up to `reading`."""
-        if reading is None or reading is self.reading:
-            return
-        readings = list(dict.fromkeys(each for each, _, _ in history))
-        seen = readings.index(self.reading) + 1 if self.reading in readings else 0
-        for each in readings[seen : readings.index(reading) + 1]:
-            self.begins += 0 if self.reading is None else self.reading.steps
-            if self.reading not in readings:  # what was left of it, a load or a seek has given up
-                self.number = self.begins
-            self.reading = each
-            yield each
-
-
-def _trained_on(history: History, in_flight: int) -> tuple[Reading | None, int]:
-    """The session of the last batch that was trained on, and its batches up to this one; None without a batch."""
-    if not history:
-        return None, 0
-    taken = list(history)[-in_flight:] if in_flight else []
-    reading = taken[0][0] if taken else history[-1][0]
-    return reading, reading.steps - sum(each[0] is reading for each in taken)
+NO_LEDGER = seal({"files": [], "open": None})
+"""What a snapshot says whose run has none."""
 
 
 def described(loader: Loader, reading: Reading) -> dict[str, Any]:
@@ -115,94 +68,133 @@ def described(loader: Loader, reading: Reading) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class _Session(NamedTuple):
+    """A session, and the number of its first batch among all that the loader has handed out in this start."""
+
+    begins: int
+    reading: Reading
+    values: dict[str, Any]  # the loader's name, and what `described` returns
+
+    @property
+    def ends(self) -> int:
+        """The number after its latest batch."""
+        return self.begins + self.reading.steps
+
+
+class _Course:
+    """How far steps have come with a loader."""
+
+    def __init__(self, name: str, loader: Loader) -> None:
+        self._name, self._loader, self._trained = name, loader, 0
+        self._sessions: list[_Session] = []  # the latest one, and those before it of which batches are in flight
+
+    def take(self, in_flight: int) -> tuple[dict[Reading, tuple[_Session, int, int]], bool]:
+        """What a step was given: batches [start, stop) of sessions. And whether a session is new."""
+        history, new = self._loader._progress.history, list[Reading]()
+        latest, ends = (self._sessions[-1].reading, self._sessions[-1].ends) if self._sessions else (None, 0)
+        forgotten = False
+        for reading, _, _ in reversed(history):
+            if reading is latest:
+                break
+            if reading not in new[-1:]:
+                new.append(reading)
+        else:
+            self._trained = ends  # what was left, a load or a seek has given up
+            forgotten = latest is not None and len(history) == history.maxlen
+        for reading in reversed(new):
+            why = {"unknown": "a step took more batches than are remembered"}
+            values = {"loader": self._name, **(why if forgotten else described(self._loader, reading))}
+            self._sessions.append(_Session(ends, reading, values))
+            ends += reading.steps
+        begin, self._trained = self._trained, max(self._trained, ends - in_flight)
+        taken = {}
+        for each in self._sessions:
+            start, stop = max(begin, each.begins), min(self._trained, each.ends)
+            if start < stop:
+                taken[each.reading] = each, start - each.begins, stop - each.begins
+        self._sessions = [each for each in self._sessions[:-1] if each.ends > self._trained] + self._sessions[-1:]
+        return taken, bool(new)
+
+
 class Ledger:
-    """The lines of this start of the run: one for each session, and where a step begins to take more or fewer batches.
+    """The lines of this start of the run.
+
+    A line says of some steps in a row what they took. The next one begins where a session ends or begins, or a step
+    takes more or fewer batches than those before.
 
     Args:
         snapshot: the path of the newest snapshot; absolute.
     """
 
     def __init__(self, snapshot: Path) -> None:
-        self._path = ledger_path(snapshot)
-        self.begin(None, 0)
+        self._folder = ledger_path(snapshot)
+        self.begin(NO_LEDGER, 0)
 
-    def begin(self, count: dict[str, Any] | None, step: int) -> None:
-        """The run was started. `count`: what the loaded snapshot says of the ledger; None if nothing."""
-        self._count: dict[str, Any] = count or {"lines": [], "step": step}
-        self._number = random.SystemRandom().getrandbits(32)  # of this start
-        self._start, self._last = step, self._count["step"]
+    def begin(self, text: str, step: int) -> None:
+        """The run was started after a step. `text`: what `write` has returned for the loaded snapshot."""
+        told = unseal(text)
+        self._files = [*told["files"], [f"{random.SystemRandom().getrandbits(64):016x}", 0, step]]
+        self._pending = [] if told["open"] is None else [seal(told["open"])]
+        self._bytes = 0  # of this start's file
         self._courses: dict[str, _Course] = {}
-        self._pending: list[str] = []
-        self._bytes: int | None = None  # of the file, as this start has left it, and
-        self._lines = 0  # its lines
+        self._warned: set[str] = set()
+        self._first, self._last = step + 1, step  # of the steps that no line has
+        self._stretches: dict[Reading, dict[str, Any]] = {}  # what they took
 
-    def look(self, loaders: Mapping[str, Loader], steps: int, in_flight: int, body: Body | None) -> None:
-        """See what the step took that was just counted. `in_flight`: as `Snapshot.step` has it."""
+    def look(self, loaders: Mapping[str, Loader], step: int, in_flight: int, body: Body | None) -> None:
+        """See what a step took that was just counted. `in_flight`: as `Snapshot.step` has it."""
         still_read = {name for name, loader in loaders.items() if loader._progress.latest() is not None}
+        taken: dict[Reading, tuple[_Session, int, int]] = {}
         for name, loader in loaders.items():
-            course, progress = self._courses.setdefault(name, _Course()), loader._progress
-            if "unknown" in course.line:
-                continue
             ahead = in_flight if body is None or not in_flight else body.in_flight_of(name, in_flight)
-            history = progress.history
-            reading, done = _trained_on(history, ahead)
-            is_new = reading is not None and reading is not course.reading and len(history) == history.maxlen
-            forgotten = is_new and all(each is not course.reading for each, _, _ in history)
-            lines = [{"begins": course.begins, **described(loader, each)} for each in course.later(history, reading)]
-            if lines and forgotten and steps - 1 > self._start:
-                lines = [{"unknown": f"step {steps} took more batches than are remembered"}]
+            found, is_new = self._courses.setdefault(name, _Course(name, loader)).take(ahead)
             # Otherwise it was read between two steps, and left: a validation.
-            trained = name in still_read or not still_read or ahead > 0 or not lines
-            number = course.begins + done if reading is course.reading and reading is not None else course.number
-            each = max(0, number - course.number) if trained else 0
-            if (lines and trained) or each != course.line.get("each", 0):
-                for line in lines or [{}]:
-                    self._add(name, course, {"each": each, "batch": course.number, **line}, steps - 1)
-            course.number = number
-
-    def _add(self, name: str, course: _Course, values: dict[str, Any], step: int) -> None:
-        if "unknown" in values and course.reading is not None and not course.reading.run.world.rank:
-            warn(
-                f"the ledger does not say which samples {name} gives, because {values['unknown']}; trace will say so "
-                "too"
-            )
-        values = {"start": self._start, **values}
-        new = {key: value for key, value in values.items() if course.line.get(key, ...) != value}
-        course.line |= values
-        # With the step of the line before, a damaged line leaves it known until when the one before it held.
-        self._pending.append(seal({"loader": name, "step": step, **new, "before": self._last}, self._number))
+            if name in still_read or not still_read or ahead or not is_new:
+                taken |= found
+        if not self._goes_on(step, taken):
+            self._pending += [seal(self._line())] if self._first < step else []
+            self._first, self._stretches = step, {}
+        for reading, (session, start, stop) in taken.items():
+            values = {**session.values, "first": step, "every": 0, "batch": start, "each": stop - start}
+            stretch = self._stretches.setdefault(reading, values)
+            stretch["every"] = stretch["every"] or step - stretch["first"]
+            name, why = values["loader"], values.get("unknown")
+            if why and name not in self._warned and not reading.run.world.rank:
+                self._warned.add(name)
+                warn(f"the ledger does not say which samples {name} gives, because {why}; trace will say so too")
         self._last = step
 
-    def write(self) -> dict[str, Any]:
-        """Write and sync what is new.
+    def _goes_on(self, step: int, taken: Mapping[Reading, tuple[_Session, int, int]]) -> bool:
+        """Whether a step takes what the steps before let expect. A loader may be read at every second step, or so."""
+        for reading, known in self._stretches.items():
+            steps = step - known["first"]
+            times, rest = divmod(steps, known["every"] or steps)
+            if reading in taken:
+                batch = known["batch"] + times * known["each"]
+                if rest or taken[reading][1:] != (batch, batch + known["each"]):
+                    return False
+            elif known["every"] and not rest:
+                return False
+        return True
 
-        Returns:
-            What the snapshot that is about to be saved says of the ledger: the `lines` of the file that are its own, as
-            [first, after the last, the number of the start that wrote them], and the `step` of the last of them.
+    def _line(self) -> dict[str, Any]:
+        return {"first": self._first, "last": self._last, "stretches": list(self._stretches.values())}
+
+    def write(self) -> str:
+        """Write and sync what is new. Returns what the snapshot that is about to be saved says of the ledger.
 
         Raises:
             OSError: it cannot be written.
         """
+        self._folder.mkdir(parents=True, exist_ok=True)
         if self._pending:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.touch()
-            lines = self._count["lines"]
-            with self._path.open("r+b") as file:
-                if self._bytes is None:
-                    known = file.read()
-                    self._bytes = known.rfind(b"\n") + 1  # a process that was killed may have left a part of a line
-                    self._lines = known.count(b"\n")
-                if (missing := max(0, (lines[-1][1] if lines else 0) - self._lines)):
-                    warn(f"{self._path} has lost {missing} lines, so trace cannot tell their steps: restore the file")
-                file.truncate(self._bytes)
-                file.seek(self._bytes)
-                file.write(b"\n" * missing + "".join(self._pending).encode())
+            with (self._folder / self._files[-1][0]).open("ab") as file:
+                file.truncate(self._bytes)  # what a write that failed has left
+                file.write("".join(f"{line}\n" for line in self._pending).encode())
                 file.flush()
                 os.fsync(file.fileno())
                 self._bytes = file.tell()
-            begin = self._lines + missing
-            self._lines = begin + len(self._pending)
-            *others, (first, _, _) = lines if lines and lines[-1][2] == self._number else [*lines, (begin, begin, 0)]
-            self._count = {"lines": [*others, [first, self._lines, self._number]], "step": self._last}
+            sync_folder(self._folder)
+            self._files[-1][1] += len(self._pending)
             self._pending.clear()
-        return self._count
+        return seal({"files": self._files, "open": self._line() if self._first <= self._last else None})

@@ -27,7 +27,7 @@ from .epoch_loop import EpochLoop
 from .files import Found, SnapshotFile, cure_of, find, release_files
 from .fitting import merge
 from .generators import check_generators, seed_generators, set_generators
-from .ledger import Ledger
+from .ledger import NO_LEDGER, Ledger
 from .ranks import NEVER, Agreement, Ranks
 from .signals import Signals, end_process
 from .unfollowed import Unfollowed
@@ -88,8 +88,8 @@ class Snapshot:
             signals: on which `step` saves and exits, SIGTERM and SIGUSR1 by default; empty to install no handlers.
             exit_status: of the SystemExit that follows. torchrun takes 0 for success. Pass another status if your
                 scheduler restarts the job on it.
-            ledger: whether to keep what each step was trained on in the file ``snapshot.pt.ledger``: a hundred bytes an
-                epoch. `midepoch trace` reads it.
+            ledger: whether to keep what each step was trained on in the folder ``snapshot.pt.ledger``: half a kilobyte
+                an epoch. `midepoch trace` reads it.
             group: the processes that train together; None for all. It must support CPU tensors. If the default group
                 does not (NCCL only), a gloo group is made.
             parts: what to save, by name, as in `keywords`; for names that are arguments of Snapshot themselves.
@@ -482,7 +482,7 @@ class Snapshot:
         self.steps, self._agreement.next_step, self._due = content["steps"], NEVER, 0
         self._owes_a_save = False
         if self._ledger is not None:
-            self._ledger.begin(content.get("ledger"), self.steps)
+            self._ledger.begin(content.get("ledger", NO_LEDGER), self.steps)
         elif content.get("ledger") and not ranks.rank:
             warn(f"the ledger of {self.path} ends here: pass ledger=True to midepoch.Snapshot to go on with it")
         self._unfollowed.begin({})

@@ -11,12 +11,11 @@ from ..errors import MidepochError, SourceError, StateMismatchError, Unsupported
 from ..loader.lending import loader_of
 from ..loader.loader import Loader
 from ..loader.part import Part
-from ..loader.place import Place
-from ..order.holes import Omit
-from ..state.format import compare_fingerprints
-from ..world import MicroShare, World
+from ..state.format import reseal
+from ..state.parts import seal_detail
+from ..world import World
 from ..wrapping import wrap
-from .ledgers import Entry
+from .ledgers import Stretch
 from .targets import find_target
 
 __all__ = ["Source"]
@@ -38,82 +37,74 @@ class Source:
         self._target, self._make = target, find_target(target)
         self._listed: tuple[Any, list[list[Any]]] = (), []  # of the latest session
 
-    def _made(self, entry: Entry, rank: int) -> Loader:
+    def _made(self, stretch: Stretch, rank: int) -> Loader:
         """The loader, as a rank of the run had it."""
-        stated = {"rank": rank, **{name: entry[name] for name in ("world_size", "batch_size", "seed")}}
-        taken = inspect.signature(self._make).parameters
+        stated = {"rank": rank, **{name: stretch[name] for name in ("world_size", "batch_size", "seed")}}
+        parameters = inspect.signature(self._make).parameters
         try:
-            made = self._make(**{name: value for name, value in stated.items() if name in taken})
+            made = self._make(**{name: value for name, value in stated.items() if name in parameters})
         except Exception as error:
             raise SourceError(f"{self._target} fails ({type(error).__name__}: {error}): correct it") from error
-        given, world, together = loader_of(made), World(rank, entry["world_size"]), entry["global_batch"]
+        given, world, together = loader_of(made), World(rank, stretch["world_size"]), stretch["global_batch"]
         if given is not None:
             return wrap(given.source, **Part("", given).options | {"world": world})
-        tail = entry["tail"] if together is None else None
-        return wrap(made, seed=entry["seed"], tail=tail, global_batch=together, world=world)
+        tail = stretch["tail"] if together is None else None
+        return wrap(made, seed=stretch["seed"], tail=tail, global_batch=together, world=world)
 
-    def _open(self, entry: Entry, rank: int, start: int = 0) -> tuple[Loader, int]:
+    def _open(self, stretch: Stretch, rank: int, start: int) -> tuple[Loader, int]:
         """The loader, open at its session's batch `start`, or so many batches before as are returned too.
 
         Raises:
-            StateMismatchError: the run had another one.
+            StateError: the run had another one.
         """
-        loader, share, before = self._made(entry, rank), entry.share(rank), 0
-        moved = start * share.global_batch
-        if isinstance(share, MicroShare):
-            whole, before = divmod(start, share.micro_steps)
-            moved = whole * share.together
-        position = entry.holes.position_of(share.start + moved) if start else entry["position"]
-        context, progress, epoch = loader._context, loader._progress, entry["epoch"]
-        if loader._options.seed is None:
-            context.take_seed(entry["seed"])
-        context.omit = Omit({epoch: entry.skipped}, epoch, entry.holes)
-        progress.put(Place(epoch, position, entry["detail"]))
-        compare_fingerprints(entry["fingerprint"], progress.states.fingerprint)
-        reading = progress.reading if progress.open() else None
-        here = {} if reading is None else described(loader, reading) | {"position": entry["position"]}
-        for name, value in here.items():
-            if value != entry.get(name):
+        loader, share = self._made(stretch, rank), stretch.share(rank)
+        groups, before = divmod(start, getattr(share, "micro_steps", 1))
+        moved = groups * getattr(share, "together", share.global_batch)
+        position = stretch.holes.position_of(share.start + moved) if start else stretch["position"]
+        state = loader.state_dict() | {name: stretch[name] for name in ("epoch", "seed", "size", "fingerprint")}
+        state |= {"position": position, "omit": stretch.omit.text(stretch["epoch"], position)}
+        loader.load_state_dict(reseal({**state, "detail": seal_detail(stretch["detail"], 0, state)}))
+        reading = loader._progress.open()
+        here = {} if reading is None else described(loader, reading)
+        for name in ("batch_size", "tail", "drop_last", "global_batch", "copies"):
+            if here.get(name) != stretch[name]:
                 raise StateMismatchError(
-                    f"{name} differs: the run had {entry.get(name)}, {self._target} has {value}: build the loader as "
-                    "in the run"
+                    f"{name} differs: the run had {stretch[name]}, {self._target} has {here.get(name)}: build the "
+                    "loader as in the run"
                 )
         return loader, before
 
-    def listed(self, entry: Entry) -> list[list[Any]]:
+    def listed(self, stretch: Stretch) -> list[list[Any]]:
         """The indices of the samples at each position of an epoch.
 
         Raises:
             MidepochError: the run had another source, or its samples have no indices.
         """
-        if self._listed[0] is not entry:
-            self._listed = entry, self._list(entry)
+        if self._listed[0] is not stretch:
+            self._listed = stretch, self._list(stretch)
         return self._listed[1]
 
-    def _list(self, entry: Entry) -> list[list[Any]]:
-        with self._open(entry, 0)[0] as loader:
+    def _list(self, stretch: Stretch) -> list[list[Any]]:
+        with self._open(stretch, 0, 0)[0] as loader:
             if (order := loader._adapter.facts.order) is not None:
-                epoch = order.epoch(entry["seed"], entry["epoch"])
-                return [[index] for index in epoch[0 : order.size].tolist()]
-            samples = loader._adapter.samples(entry["seed"], entry["epoch"])
+                return [[index] for index in order.epoch(stretch["seed"], stretch["epoch"])[0 : order.size].tolist()]
+            samples = loader._adapter.samples(stretch["seed"], stretch["epoch"])
             if samples is None:
                 raise UnsupportedSourceError(f"the samples of {self._target} have no indices: name another loader")
             return [samples.indices(unit) for unit in range(samples.units)]
 
-    def read(self, taken: list[tuple[Entry, int, int]], rank: int) -> list[Any]:
-        """Batches of a rank, bit for bit. `taken`: as `Stretch.taken` returns it.
+    def read(self, stretch: Stretch, step: int, rank: int) -> list[Any]:
+        """The batches that a step took of a session, on a rank, bit for bit.
 
         Raises:
             MidepochError: the run had another source, or it cannot be read.
         """
-        found = []
-        for entry, start, stop in taken:
-            loader, before = self._open(entry, rank, start)
-            with loader:
-                try:
-                    found += list(itertools.islice(loader, before, before + stop - start))
-                except MidepochError:
-                    raise
-                except Exception as error:
-                    raise SourceError(f"{self._target} cannot be read ({type(error).__name__}: {error})") from error
-        return found
+        batches = stretch.batches(step)
+        loader, before = self._open(stretch, rank, batches.start)
+        with loader:
+            try:
+                return list(itertools.islice(loader, before, before + len(batches)))
+            except MidepochError:
+                raise
+            except Exception as error:
+                raise SourceError(f"{self._target} cannot be read ({type(error).__name__}: {error})") from error

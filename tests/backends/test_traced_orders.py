@@ -59,12 +59,11 @@ def test_the_source_tells_its_order(
     with pytest.raises(midepoch.UnsupportedSourceError, match="pass --source"):
         trace(tmp_path, 2)
     for step in (1, len(seen) // 2, len(seen)):
-        (answer,) = trace(tmp_path, step, rank=0, source=make, out=tmp_path / f"{step}.pt")["loaders"]
-        (told,) = answer["ranks"][0]["batches"]
+        (told,) = trace(tmp_path, step, rank=0, source=make, out=tmp_path / f"{step}.pt")["rows"]
         batch, indices = seen[step]
         assert told["indices"] == indices
         ((again,),) = torch.load(tmp_path / f"{step}.pt", weights_only=False).values()
         assert parts_of(again) == batch, "bit for bit"
     index = seen[2][1][0]
-    given = trace(tmp_path, sample=index, rank=0, source=make)["seen"]
+    given = trace(tmp_path, sample=index, rank=0, source=make)["rows"]
     assert [each["step"] for each in given] == [step for step, (_, indices) in seen.items() if index in indices]

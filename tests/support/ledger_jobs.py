@@ -10,7 +10,7 @@ import midepoch
 from midepoch import Snapshot, World
 from midepoch.order.holes import Omit
 from midepoch.tools.ledgers import Ledger
-from midepoch.tools.trace import at_step, given_to
+from midepoch.tools.trace import given, taken
 
 __all__ = ["Job", "Seen", "sights", "told"]
 
@@ -92,13 +92,13 @@ def told(ledger: Ledger, only: int = 0) -> Seen:
     """What a ledger says of all steps of a run, or of one."""
     found: Seen = {}
     for step in (only,) if only else range(1, ledger.steps + 1):
-        found[step] = {}
-        for stretch in ledger.at(step):
-            for rank in at_step(stretch, step, None, None)["ranks"]:
-                found[step][rank["rank"]] = [each["indices"] for each in rank["batches"] if each["weight"]]
+        found[step] = {rank: [] for each in ledger.at(step) for rank in range(each["world_size"])}
+        for row in (row for each in ledger.at(step) for row in taken(each, step, None, None) if row["weight"]):
+            found[step][row["rank"]].append(row["indices"])
     return found
 
 
 def sights(ledger: Ledger, index: int) -> list[tuple[int, int]]:
     """The steps and ranks that a ledger says were given a sample."""
-    return [(each["step"], each["rank"]) for stretch in ledger.stretches for each in given_to(stretch, index, None)]
+    stretches = [each for line in ledger.lines for each in line["stretches"]]
+    return [(row["step"], row["rank"]) for each in stretches for row in given(each, index, None)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 import midepoch
 from midepoch import MidepochWarning, Snapshot, SnapshotError
 from midepoch.checkpoint.files import SnapshotFile
-from midepoch.checkpoint.ledger import ledger_path
+from midepoch.checkpoint.ledger import ledger_path, seal
 from midepoch.tools.ledgers import read_ledger
 from support.ledger_jobs import Job, Seen, sights, told
 
@@ -117,7 +116,7 @@ def shuffled(size: int = 22) -> DataLoader[int]:
 def three_starts(path: Path) -> Seen:
     """A run on 1, 2 and 1 ranks, with a skip in the second start and 2 steps taken back in the first."""
     seen = Seen()
-    for ranks, steps, more, skips in ((1, 7, 2, False), (2, 3, 0, True), (1, 4, 0, False)):
+    for ranks, steps, more, skips in ((1, 13, 2, False), (2, 3, 0, True), (1, 4, 0, False)):
         job = Job(path, shuffled, ranks, seen, seed=1)
         for step in range(steps):
             if skips and step == 1:
@@ -129,55 +128,46 @@ def three_starts(path: Path) -> Seen:
     return seen
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(each) for each in ledger_path(path).read_bytes().splitlines()]
+def lines_of(path: Path) -> list[Path]:
+    """The files of a ledger, once for each of their lines, the oldest first."""
+    files = sorted(ledger_path(path).iterdir(), key=lambda each: each.stat().st_mtime_ns)
+    return [file for file in files for _ in file.read_text().splitlines()]
 
 
 def test_a_line_for_each_session_and_each_start(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pt"
     seen = three_starts(path)
-    assert [line["step"] for line in lines_of(path)] == [0, 6, 7, 8, 9, 10], "less what was taken back"
-    assert told(read_ledger(path)) == seen and len(seen) == 14
+    ledger = read_ledger(path)
+    assert [line["last"] for line in ledger.lines] == [6, 12, 13, 16, 20], "less what was taken back"
+    assert told(ledger) == seen and len(seen) == 20 and len(lines_of(path)) == 4, "the last one is the snapshot's"
     assert read_ledger(tmp_path).path == path, "a folder will do"
-    assert read_ledger(path).starts == (0, 7, 10)
+    assert ledger.starts == [0, 13, 16]
 
 
 def test_each_snapshot_names_its_own_lines(tmp_path: Path) -> None:
     """A run that is continued from an older snapshot, and then from a newer one that it had left."""
-    path, seen = tmp_path / "snapshot.pt", Seen()
-
-    def go_on(begin: str, ranks: int, steps: int, end: str) -> Seen:
+    path, seen = tmp_path / "snapshot.pt", dict[str, Seen]({"": {}})
+    for begin, ranks, steps, end in (("", 1, 4, "a"), ("a", 2, 9, "b"), ("a", 3, 12, "c"), ("b", 1, 14, "d")):
         if begin:
             shutil.copy(tmp_path / begin, path)
-        job = Job(path, shuffled, ranks, dict(seen), seed=1)
+        job = Job(path, shuffled, ranks, dict(seen[begin]), seed=1)
         while job.snapshot.steps < steps:
             job.step()
         job.snapshot.save()
         shutil.copy(path, tmp_path / end)
         assert told(read_ledger(path)) == job.seen and not read_ledger(path).problems
-        return job.seen
-
-    seen = go_on("", 1, 4, "a")
-    older = dict(seen)
-    seen = newer = go_on("", 2, 9, "b")
-    seen = older
-    go_on("a", 3, 12, "c")
-    seen = newer
-    go_on("b", 1, 14, "d")
+        seen[end] = job.seen
     assert len(read_ledger(path).starts) == 3 and len(lines_of(path)) > 6
 
 
-def test_an_epoch_takes_a_hundred_bytes(tmp_path: Path) -> None:
+def test_an_epoch_takes_half_a_kilobyte(tmp_path: Path) -> None:
     loader = midepoch.wrap(shuffled(400), seed=1)
     with Snapshot(tmp_path / "snapshot.pt", every=500, data=loader, ledger=True) as snapshot:
         for _ in snapshot.epochs(20):
             for _ in loader:
                 snapshot.step()
     assert snapshot.steps == 2000
-    assert ledger_path(snapshot.path).stat().st_size < 2500
-    assert [line.keys() for line in lines_of(snapshot.path)][19] == {
-        "loader", "step", "batch", "begins", "epoch", "before", "crc"
-    }  # fmt: skip
+    assert sum(file.stat().st_size for file in ledger_path(snapshot.path).iterdir()) < 20 * 512
 
 
 def test_a_kill_between_ledger_and_snapshot_takes_the_steps_back(
@@ -185,6 +175,7 @@ def test_a_kill_between_ledger_and_snapshot_takes_the_steps_back(
 ) -> None:
     path, seen = tmp_path / "snapshot.pt", Seen()
     job = Job(path, shuffled, 1, seen, seed=1)
+    job.step()
     job.step()
     job.snapshot.save()
     job.leave()  # makes a line
@@ -196,15 +187,15 @@ def test_a_kill_between_ledger_and_snapshot_takes_the_steps_back(
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(SnapshotFile, "write", killed)
         job.snapshot.save()
-    with ledger_path(path).open("ab") as file:
-        file.write(b'{"loader":"data","st')  # and within a line
-    kept = {step: given for step, given in seen.items() if step == 1}
+    with lines_of(path)[-1].open("ab") as file:
+        file.write(b'00000000 {"first":2,"la')  # and within a line
+    kept = {step: given for step, given in seen.items() if step <= 2}
     assert told(read_ledger(path)) == kept and not read_ledger(path).problems
     job = Job(path, shuffled, 1, seen, seed=1)
     job.step()
     job.step()
     job.snapshot.save()
-    assert told(read_ledger(path)) == seen and len(seen) == 3
+    assert told(read_ledger(path)) == seen and len(seen) == 4
 
 
 def test_a_write_that_failed_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,58 +230,43 @@ def agrees(path: Path, seen: Seen) -> int:
     return known
 
 
-@pytest.mark.parametrize(("line", "known"), [(1, 7), (2, 13), (3, 11), (4, 12), (5, 13), (6, 10)])
+@pytest.mark.parametrize(("line", "known"), [(0, 14), (1, 14), (2, 19), (3, 17)])
 def test_damage_is_told_with_its_line_and_the_rest_is_used(line: int, known: int, tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pt"
-    seen, file = three_starts(path), ledger_path(path)
-    lines = file.read_bytes().splitlines(keepends=True)
-    for damaged in (lines[line - 1].replace(b'"step":', b'"step":1', 1), b"\xff\n", b"[]\n", b"\n"):
-        file.write_bytes(b"".join([*lines[: line - 1], damaged, *lines[line:]]))
+    seen, files = three_starts(path), lines_of(tmp_path / "snapshot.pt")
+    file = files[line]
+    number, lines = line - files.index(file), file.read_bytes().splitlines(keepends=True)
+    for damaged in (lines[number].replace(b'"first":', b'"first":1', 1), b"\xff\n", b"[]\n", b"\n"):
+        file.write_bytes(b"".join([*lines[:number], damaged, *lines[number + 1 :]]))
         (problem,) = read_ledger(path).problems
-        assert f"{file}, line {line} is damaged" in problem
+        assert f"{file}, line {number + 1} is damaged: it has another CRC" in problem
         assert agrees(path, seen) == known
-    for rest in ([b"\n", b"\n", *lines[line + 1 :]], []):  # two lines in a row, and all from this one on
-        file.write_bytes(b"".join([*lines[: line - 1], *rest]))
-        assert f"line {line} is damaged" in read_ledger(path).problems[0]
+    for rest in ([b"\n", b"\n", *lines[number + 2 :]], []):  # two lines in a row, and all from this one on
+        file.write_bytes(b"".join([*lines[:number], *rest]))
+        assert f"line {number + 1} is damaged" in read_ledger(path).problems[0]
         assert agrees(path, seen) <= known
     assert "it is missing" in read_ledger(path).problems[0]
 
 
-def test_another_runs_ledger_is_told(tmp_path: Path) -> None:
-    for run in "ab":
-        three_starts(tmp_path / run / "snapshot.pt")
-    shutil.copy(ledger_path(tmp_path / "b" / "snapshot.pt"), ledger_path(tmp_path / "a" / "snapshot.pt"))
-    with pytest.raises(SnapshotError, match=r"does not say what step 3 .*line 1 is damaged: it has another CRC"):
-        read_ledger(tmp_path / "a").at(3)
-    ledger_path(tmp_path / "a" / "snapshot.pt").unlink()
-    with pytest.raises(SnapshotError, match=r"does not say what step 3 .*cannot be read"):
-        read_ledger(tmp_path / "a" / "snapshot.pt").at(3)
-
-
-@pytest.mark.parametrize("kept", [None, 0, 1, 3])
-def test_a_run_goes_on_where_its_ledger_has_lost_lines(kept: int | None, tmp_path: Path) -> None:
-    """The file is gone, as where a snapshot was moved alone, or has so many lines."""
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_run_goes_on_where_its_ledger_has_lost_lines(kept: int, tmp_path: Path) -> None:
+    """The folder is gone, as where a snapshot was moved alone, or has lines of the first start only."""
     path = tmp_path / "snapshot.pt"
-    seen, file = three_starts(path), ledger_path(path)
-    lines = file.read_bytes().splitlines(keepends=True)
-    file.unlink()
-    if kept is not None:
-        file.write_bytes(b"".join(lines[:kept]))
+    seen, files = three_starts(path), sorted({*lines_of(path)}, key=lambda each: each.stat().st_mtime_ns)
+    for file in files[kept:]:
+        file.unlink()
     job = Job(path, shuffled, 1, seen, seed=1)
-    job.step()
-    with pytest.warns(MidepochWarning, match=f"has lost {len(lines) - (kept or 0)} lines"):
-        job.snapshot.save()
-    for _ in range(5):
+    for _ in range(6):
         job.step()
         job.snapshot.save()
-    job = Job(path, shuffled, 1, seen, seed=1)
-    assert job.snapshot.steps == 20
-    assert agrees(path, seen) >= 6
-    assert told(read_ledger(path), only=20)[20] == seen[20]
+    assert all(f"{file} cannot be read" in "".join(read_ledger(path).problems) for file in files[kept:])
+    assert agrees(path, seen) == (22 if kept else 10)
+    with pytest.raises(SnapshotError, match=r"does not say what step 15 .*cannot be read"):
+        read_ledger(path).at(15)
 
 
 def test_two_runs_that_went_on_from_one_snapshot(tmp_path: Path) -> None:
-    """Each has lines in the other's places."""
+    """One has the other's ledger."""
     seen: dict[str, Seen] = {}
     three_starts(tmp_path / "a" / "snapshot.pt")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -299,13 +275,15 @@ def test_two_runs_that_went_on_from_one_snapshot(tmp_path: Path) -> None:
         job = Job(tmp_path / name / "snapshot.pt", shuffled, ranks, seen[name], seed=1)
         for _ in range(4):
             job.step()
+        job.leave()
+        job.step()
         job.snapshot.save()
-    shutil.copy(tmp_path / "b" / "snapshot.pt.ledger", tmp_path / "a")
+    shutil.rmtree(tmp_path / "a" / "snapshot.pt.ledger")
+    shutil.copytree(tmp_path / "b" / "snapshot.pt.ledger", tmp_path / "a" / "snapshot.pt.ledger")
     ledger = read_ledger(tmp_path / "a")
-    assert "it has another CRC, or is another run's" in ledger.problems[0]
-    for step in range(15, 19):
-        with pytest.raises(SnapshotError, match=f"does not say what step {step}"):
-            ledger.at(step)
+    with pytest.raises(SnapshotError, match=r"does not say what step 21 .*cannot be read"):
+        ledger.at(21)
+    assert told(ledger, only=25)[25] == seen["a"][25], "which its own snapshot says"
 
 
 def test_a_start_without_a_ledger_says_that_it_ends(tmp_path: Path) -> None:
@@ -319,71 +297,84 @@ def test_a_start_without_a_ledger_says_that_it_ends(tmp_path: Path) -> None:
 
 def test_a_snapshot_that_says_nonsense_of_its_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path / "snapshot.pt", shuffled, 1, {}, seed=1)
-    said: list[Any] = [{"step": 0}, {"step": 0, "lines": [[2, 1, 0]]}, {"step": "0", "lines": []}, {"lines": [[0]]}, []]
-    for count in said:
-        monkeypatch.setattr(job.snapshot._ledger, "write", lambda: count)  # noqa: B023  # called at once
+    said: list[Any] = [{"files": []}, "", "00000000 {}", None, seal({"files": []})[:-1]]
+    for nonsense in said:
+        monkeypatch.setattr(job.snapshot._ledger, "write", lambda: nonsense)  # noqa: B023  # called at once
         job.snapshot.save()
-        with pytest.raises(SnapshotError, match="has no ledger"):
-            read_ledger(tmp_path / "snapshot.pt")
-        with pytest.raises(SnapshotError, match=r"is damaged \(ledger\)"):
-            Job(tmp_path / "snapshot.pt", shuffled, 1, {}, seed=1)
+        for read in (read_ledger, lambda path: Job(path, shuffled, 1, {}, seed=1)):
+            with pytest.raises(SnapshotError, match=r"is damaged \(ledger\)"):
+                read(tmp_path / "snapshot.pt")
 
 
 # --- which loaders ---
 
 
-def trained(path: Path, body: Callable[..., None], **loaders: Any) -> dict[str, list[tuple[int, int, int]]]:
-    """By loader: first step, last step, and batches of a step, as the ledger of a job has them."""
+def trained(path: Path, body: Callable[..., None], **loaders: Any) -> dict[str, list[int]]:
+    """By loader, how many batches each step took, as the ledger of a job has them."""
     with Snapshot(path, ledger=True, signals=(), parts=loaders) as snapshot:
         body(snapshot, **loaders)
         snapshot.save()
-    found: dict[str, list[tuple[int, int, int]]] = {}
-    for stretch in read_ledger(path).stretches:
-        known, each = found.setdefault(stretch.entry["loader"], []), stretch.entry["each"]
-        first = known.pop()[0] if known and known[-1][1:] == (stretch.first - 1, each) else stretch.first
-        known.append((first, stretch.last, each))
+    ledger = read_ledger(path)
+    found = {name: [0] * ledger.steps for name in loaders}
+    for step in range(1, ledger.steps + 1):
+        for stretch in ledger.at(step):
+            found[stretch["loader"]][step - 1] += len(stretch.batches(step))
     return found
 
 
-@pytest.mark.parametrize(("together", "found"), [(4, [(1, 1, 4), (2, 2, 2)]), (8, [(1, 1, 6)])])
-def test_a_step_after_the_pass_took_the_rest_of_it(together: int, found: Any, tmp_path: Path) -> None:
-    """As the last one of accumulated gradients."""
+def accumulates(together: int) -> Callable[..., None]:
+    """The last step, after the pass, takes the rest of it."""
 
-    def body(snapshot: Snapshot, data: Any, validation: Any) -> None:
-        for number, _ in enumerate(data, 1):
+    def body(snapshot: Snapshot, one: Any, two: Any) -> None:
+        for number, _ in enumerate(one, 1):
             if number % together == 0:
                 snapshot.step()
         snapshot.step()
 
-    loaders = {name: midepoch.wrap(shuffled(), seed=1) for name in ("data", "validation")}
-    assert trained(tmp_path / "snapshot.pt", body, **loaders)["data"] == found
+    return body
 
 
-def test_what_is_validated_with_is_not_trained_on(tmp_path: Path) -> None:
-    def body(snapshot: Snapshot, data: Any, validation: Any) -> None:
-        for epoch in snapshot.epochs(3):
-            for number, _ in enumerate(data):
-                snapshot.step()
-                if number == 2:
-                    for looked, _ in enumerate(validation):
-                        if looked == 1 and epoch == 1:
-                            break  # and left
-
-    loaders = {"data": midepoch.wrap(shuffled(), seed=1), "validation": midepoch.wrap(shuffled(), seed=2)}
-    assert trained(tmp_path / "snapshot.pt", body, **loaders) == {"data": [(1, 18, 1)]}
+def validates(snapshot: Snapshot, one: Any, two: Any) -> None:
+    for epoch in snapshot.epochs(3):
+        for number, _ in enumerate(one):
+            snapshot.step()
+            if number == 2:
+                for looked, _ in enumerate(two):
+                    if looked == 1 and epoch == 1:
+                        break  # and left
 
 
-def test_two_loaders_in_turn_and_together(tmp_path: Path) -> None:
-    def body(snapshot: Snapshot, one: Any, two: Any) -> None:
-        for _ in snapshot.epochs(1):
-            for _ in one:
-                snapshot.step()
-            for _ in zip(one, two, strict=False):
-                snapshot.step()
+def reads_both(snapshot: Snapshot, one: Any, two: Any) -> None:
+    for _ in snapshot.epochs(1):
+        for _ in one:
+            snapshot.step()
+        for _ in zip(one, two, strict=False):
+            snapshot.step()
 
-    loaders = {"one": midepoch.wrap(shuffled(), seed=1), "two": midepoch.wrap(shuffled(), seed=2)}
-    found = trained(tmp_path / "snapshot.pt", body, **loaders)
-    assert found == {"one": [(1, 12, 1)], "two": [(7, 12, 1)]}
+
+def takes_turns(snapshot: Snapshot, one: Any, two: Any) -> None:
+    for _ in range(2):
+        others = iter(two)
+        for _ in one:
+            snapshot.step()
+            next(others)
+            snapshot.step()
+
+
+@pytest.mark.parametrize(
+    ("body", "one", "two", "lines"),
+    [
+        (accumulates(4), [4, 2], [0] * 2, 2),
+        (accumulates(8), [6], [0], 1),
+        (validates, [1] * 18, [0] * 18, 3),
+        (reads_both, [1] * 12, [0] * 6 + [1] * 6, 2),
+        (takes_turns, [1, 0] * 12, [0, 1] * 12, 2),
+    ],
+)  # fmt: skip
+def test_which_loaders_a_step_was_trained_on(body: Any, one: Any, two: Any, lines: int, tmp_path: Path) -> None:
+    loaders = {name: midepoch.wrap(shuffled(), seed=1) for name in ("one", "two")}
+    assert trained(tmp_path / "snapshot.pt", body, **loaders) == {"one": one, "two": two}
+    assert len(read_ledger(tmp_path).lines) == lines
 
 
 def test_a_loader_that_a_later_start_does_not_read(tmp_path: Path) -> None:
@@ -394,7 +385,7 @@ def test_a_loader_that_a_later_start_does_not_read(tmp_path: Path) -> None:
             for _ in zip(range(3), *(loaders[name] for name in read), strict=False):
                 snapshot.step()
             snapshot.save()
-    told_of = [{each.entry["loader"] for each in read_ledger(tmp_path).at(step)} for step in range(1, 7)]
+    told_of = [{each["loader"] for each in read_ledger(tmp_path).at(step)} for step in range(1, 7)]
     assert told_of == [{"one", "two"}] * 3 + [{"two"}] * 3
 
 
@@ -408,10 +399,8 @@ def test_a_source_that_cannot_be_computed_is_told_at_once(tmp_path: Path) -> Non
     with pytest.warns(midepoch.MidepochWarning, match="ledger does not say which samples data gives") as caught:
         found = trained(tmp_path / "snapshot.pt", body, data=loader)
     assert len([each for each in caught if "ledger" in str(each.message)]) == 1
-    assert len(found["data"]) == 1
-    (stretch,) = read_ledger(tmp_path).at(7)
-    assert stretch.entry["unknown"]
-    with pytest.raises(midepoch.UnsupportedSourceError, match="cannot be computed"):
+    assert found["data"] == [1] * 10
+    with pytest.raises(midepoch.UnsupportedSourceError, match="samples of data cannot be computed"):
         told(read_ledger(tmp_path))
 
 
@@ -427,9 +416,11 @@ def test_a_step_of_more_batches_than_are_remembered_is_not_told(tmp_path: Path) 
         next(batches)
 
     loader = midepoch.wrap(shuffled(), seed=1)
-    with pytest.warns(midepoch.MidepochWarning, match="step 2 took more batches than are remembered"):
-        assert trained(tmp_path / "snapshot.pt", body, data=loader)["data"][0] == (1, 1, 1)
-    assert read_ledger(tmp_path).at(2)[0].entry["unknown"]
+    with pytest.warns(midepoch.MidepochWarning, match="a step took more batches than are remembered"):
+        trained(tmp_path / "snapshot.pt", body, data=loader)
+    assert told(read_ledger(tmp_path), only=1)
+    with pytest.raises(midepoch.UnsupportedSourceError, match="step took more batches than are remembered"):
+        told(read_ledger(tmp_path), only=2)
 
 
 def test_what_was_finished_out_of_order_is_left_out(tmp_path: Path) -> None:
@@ -450,7 +441,7 @@ def test_what_was_finished_out_of_order_is_left_out(tmp_path: Path) -> None:
     seen = told(read_ledger(tmp_path))
     assert [seen[step][0] for step in range(1, 9)] == [[batch] for batch in given]
     assert given[4:6] == [given[1], given[3]], "what was not finished came again"
-    assert read_ledger(tmp_path).stretches[1].entry["omit"]
+    assert read_ledger(tmp_path).at(5)[0]["omit"]
 
 
 def test_padding_repeats_what_was_finished_out_of_order(tmp_path: Path) -> None:
@@ -485,7 +476,7 @@ def test_a_ledger_may_begin_late_and_pause(tmp_path: Path) -> None:
                 snapshot.step()
             snapshot.save()
     ledger = read_ledger(tmp_path)
-    assert [(each.first, each.last) for each in ledger.stretches] == [(7, 8)]
+    assert [(line["first"], line["last"]) for line in ledger.lines] == [(7, 8)]
     with pytest.raises(SnapshotError, match=r"does not say what step 6 .*it begins after step 6"):
         ledger.at(6)
     for step in (0, 9):

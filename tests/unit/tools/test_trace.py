@@ -109,13 +109,12 @@ def test_the_batches_of_a_step_bit_for_bit(make: Any, ranks: int, tmp_path: Path
     seen, target = train(tmp_path / "snapshot.pt", make, ranks=ranks), f"{__file__}:{make.__name__}"
     for step in (1, 5, 14, 20, 30):
         out = tmp_path / f"{step}.pt"
-        (answer,) = trace(tmp_path, step, source=target, out=out)["loaders"]
+        rows = trace(tmp_path, step, source=target, out=out)["rows"]
         given = torch.load(out, weights_only=False)
-        assert len(given) == ranks
+        assert [row["rank"] for row in rows] == list(range(ranks)) == list(given)
         assert torch.equal(given[0][0], seen[step]), step
-        for rank, (batch,) in given.items():
-            told = answer["ranks"][rank]["batches"][0]["indices"]
-            assert batch[:, 0].abs().int().tolist() == told, rank
+        for row in rows:
+            assert given[row["rank"]][0][:, 0].abs().int().tolist() == row["indices"], row
 
 
 @pytest.mark.parametrize("make", [plain, weighted, own_batches, grouped])
@@ -124,8 +123,8 @@ def test_the_steps_that_were_given_a_sample(make: Any, tmp_path: Path) -> None:
     for index in (0, 7, 49):
         expected = [step for step, batch in seen.items() for each in batch[:, 0].int().tolist() if each == index]
         answer = trace(tmp_path, sample=index, source=target)
-        assert [each["step"] for each in answer["seen"]] == expected
-        assert trace(tmp_path, sample=index, rank=1, source=target)["seen"] == []
+        assert [row["step"] for row in answer["rows"]] == expected
+        assert trace(tmp_path, sample=index, rank=1, source=target)["rows"] == []
 
 
 def test_a_samplers_own_order_needs_the_source(tmp_path: Path) -> None:
@@ -170,7 +169,7 @@ def test_of_two_loaders_the_source_is_one(tmp_path: Path) -> None:
             if snapshot.steps == 3:
                 break
         snapshot.save()
-    assert [each["loader"] for each in trace(tmp_path, 2)["loaders"]] == ["one", "two"]
+    assert [row["loader"] for row in trace(tmp_path, 2)["rows"]] == ["one", "two"]
     target = f"{__file__}:plain"
     with pytest.raises(ValueError, match="say with --loader"):
         trace(tmp_path, 3, source=target, out=tmp_path / "out.pt")
@@ -189,8 +188,8 @@ def test_it_takes_milliseconds_at_a_billion_samples(tmp_path: Path) -> None:
     took = []
     for _ in range(3):
         since = time.perf_counter()
-        index = trace(tmp_path, step=2)["loaders"][0]["ranks"][0]["batches"][0]["indices"][5]
-        assert [(each["step"], each["position"]) for each in trace(tmp_path, sample=index)["seen"]] == [(2, 69)]
+        index = trace(tmp_path, step=2)["rows"][0]["indices"][5]
+        assert [(row["step"], row["position"]) for row in trace(tmp_path, sample=index)["rows"]] == [(2, 69)]
         took.append(time.perf_counter() - since)
     assert min(took) < 0.1, took  # two of them
 
@@ -207,14 +206,15 @@ def test_as_people_and_programs_read_it(tmp_path: Path) -> None:
     train(path, plain, ranks=2)
     done = command(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "30 steps of" in done.stdout
-    assert "steps 1 to 7: loader data, each 1, epoch 0, position 0, seed 5" in done.stdout
+    assert "30 steps of" in done.stdout and "started after steps 0\n" in done.stdout
+    assert "  loader data, epoch 0, position 0, seed 5" in done.stdout and "first 1, every 1" in done.stdout
     done = command(path, "--step", 7, "--rank", 1)
-    (batch,) = trace(tmp_path, 7)["loaders"][0]["ranks"][1]["batches"]
-    assert f"rank 1: epoch 0, positions 49: {batch['indices'][0]}\n" in done.stdout
-    assert "positions 4..7: " in command(path, "--step", 1).stdout
-    done = command(path, "--sample", 3)
-    assert "sample 3 was given" in done.stdout and "epoch 0, position" in done.stdout
+    (row,) = trace(tmp_path, 7, rank=1)["rows"]
+    assert f"step 7, rank 1, epoch 0, positions 49, weight 1.0, indices {row['indices'][0]}\n" in done.stdout
+    assert "positions 4..7, " in command(path, "--step", 1).stdout
+    (row,) = [each for each in trace(tmp_path, sample=3)["rows"] if not each["epoch"]]
+    told = f"step {row['step']}, rank {row['rank']}, epoch 0, position {row['position']}\n"
+    assert told in command(path, "--sample", 3).stdout
     for question in (["--step", 7], ["--sample", 3], []):
         assert json.loads(command(path, "--json", *question).stdout)["steps"] == 30
 
@@ -234,10 +234,10 @@ def test_exit_statuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         done = command(*arguments)
         assert done.returncode == 2 and words in done.stderr, done
-    file = tmp_path / "snapshot.pt.ledger"
+    (file,) = (tmp_path / "snapshot.pt.ledger").iterdir()
     lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join([*lines[:2], lines[2].replace(b"3", b"4", 1), *lines[3:]]))
+    file.write_bytes(b"".join([lines[0], lines[1].replace(b"3", b"4"), *lines[2:]]))
     done = command(path, "--step", 3)
-    assert done.returncode == 1 and "line 3 is damaged" in done.stdout and "rank 0" in done.stdout
-    done = command(path, "--step", 29)
-    assert done.returncode == 2 and "line 3 is damaged" in done.stderr
+    assert done.returncode == 1 and "line 2 is damaged" in done.stdout and "rank 0" in done.stdout
+    done = command(path, "--step", 14)
+    assert done.returncode == 2 and "line 2 is damaged" in done.stderr
