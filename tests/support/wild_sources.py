@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import queue
 import random
 import threading
@@ -87,30 +86,6 @@ class RepeatFactorTrainingSampler(TrainingSampler):
 
 
 # --- finite samplers ---
-
-
-class RepeatedAugmentation(Sampler[int]):
-    """Each sample three times in a row, as many indices as there are samples, divided among ranks."""
-
-    def __init__(self, dataset: Any, num_replicas: int, rank: int, repeats: int = 3) -> None:
-        self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank
-        self.num_repeats, self.epoch = repeats, 0
-        self.num_samples = math.ceil(len(dataset) * repeats / num_replicas)
-        self.total_size = self.num_samples * num_replicas
-        self.num_selected_samples = len(dataset) // num_replicas
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator()
-        generator.manual_seed(self.epoch)
-        indices = torch.randperm(len(self.dataset), generator=generator).repeat_interleave(self.num_repeats).tolist()
-        indices += indices[: self.total_size - len(indices)]
-        return iter(indices[self.rank : self.total_size : self.num_replicas][: self.num_selected_samples])
-
-    def __len__(self) -> int:
-        return self.num_selected_samples
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
 
 
 class Pretraining(Sampler[list[int]]):

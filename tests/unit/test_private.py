@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -13,7 +14,6 @@ import sys
 import types
 import warnings
 from pathlib import Path
-from typing import Any
 
 import cpu_torchvision  # noqa: F401
 import pytest
@@ -32,8 +32,6 @@ CHECKED = [
     ("torch", "midepoch.reading.private", "torch.utils.data:DataLoader._get_iterator"),
 ]
 
-by_package = pytest.mark.parametrize(("package", "module", "part"), CHECKED, ids=[each[0] for each in CHECKED])
-
 
 def fresh(name: str) -> types.ModuleType:
     """A module as its first import makes it, which nobody else sees."""
@@ -44,40 +42,32 @@ def fresh(name: str) -> types.ModuleType:
     return module
 
 
-@by_package
-def test_a_part_that_is_missing_is_refused_by_name(
+def told_by_importing(module: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fresh(module)
+    return [str(each.message) for each in told if issubclass(each.category, midepoch.MidepochWarning)]
+
+
+@pytest.mark.parametrize(("package", "module", "part"), CHECKED, ids=[each[0] for each in CHECKED])
+def test_missing_parts_and_untested_versions_are_named(
     package: str, module: str, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed")
     importlib.import_module(module)
-    where, _, path = part.partition(":")
-    *holders, name = path.split(".")
-    holder: Any = importlib.import_module(where)
-    for each in holders:
-        holder = getattr(holder, each)
-    monkeypatch.delattr(holder, name)
-    with pytest.raises(midepoch.UnsupportedSourceError, match=rf"[\d.]+(\+\w+)? has no .*{name}.*install"):
-        fresh(module)
-
-
-@by_package
-def test_a_version_that_was_not_tested_is_named_once(
-    package: str, module: str, part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip(package, reason=f"{package} is not installed")
-    importlib.import_module(module)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        fresh(module)
-    assert not [each for each in told if issubclass(each.category, midepoch.MidepochWarning)]
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.1.2")
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        fresh(module)
-    found = [str(each.message) for each in told if issubclass(each.category, midepoch.MidepochWarning)]
+    assert not told_by_importing(module)
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", lambda name: "99.1.2")
+        found = told_by_importing(module)
     # torch's range is midepoch's own requirement, which pip sees to.
     assert len(found) == (package != "torch")
     assert all(" 99.1.2 is installed" in each and "pip install '" in each and "tested with" in each for each in found)
+    where, _, path = part.partition(":")
+    *holders, name = path.split(".")
+    holder = functools.reduce(getattr, holders, importlib.import_module(where))
+    monkeypatch.delattr(holder, name)
+    with pytest.raises(midepoch.UnsupportedSourceError, match=rf"[\d.]+(\+\w+)? has no .*{name}.*install"):
+        fresh(module)
 
 
 def test_versions_and_ranges(monkeypatch: pytest.MonkeyPatch) -> None:

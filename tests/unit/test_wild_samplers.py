@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 import tracemalloc
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 import midepoch
 from midepoch import ResumableSampler, SourceError, StateMismatchError, UnsupportedSourceError, World
@@ -52,6 +51,10 @@ def test_a_declared_order_without_an_end_resumes_anywhere(num_workers: int) -> N
         with make() as loader:
             loader.load_state_dict(states[cut])
             assert sources.taken(loader, 6) == batches[cut + 1 : cut + 7]
+            loader.seek(position=10**12)  # to count so far would take longer than any test may
+            assert len(sources.taken(loader, 2)) == 2 and loader.position == 10**12 + 2 * BATCH
+    with pytest.raises(TypeError, match="no length"):
+        len(loader)
 
 
 def test_ranks_take_what_one_takes_alone() -> None:
@@ -64,19 +67,8 @@ def test_ranks_take_what_one_takes_alone() -> None:
     assert indices(sources.taken(resumed, 10)) == alone[2 * BATCH :]
 
 
-def test_a_jump_far_ahead_costs_nothing_and_reads_nothing() -> None:
-    loader = wrapped(endless())
-    loader.seek(position=10**12)  # to count so far would take longer than any test may
-    assert len(sources.taken(loader, 2)) == 2
-    assert loader.position == 10**12 + 2 * BATCH
-    with pytest.raises(TypeError, match="no length"):
-        len(loader)
-
-
 UNDECLARED: dict[str, Callable[[], Any]] = {
     "shuffled rounds": lambda: wild.TrainingSampler(SIZE),
-    "rounds in order": lambda: wild.TrainingSampler(SIZE, shuffle=False),
-    "with the length of a round": lambda: wild.Prepared(range(SIZE)),
     "in order, with the length of a round": lambda: wild.Prepared(range(SIZE), shuffle=False),
 }
 
@@ -93,24 +85,13 @@ def test_the_line_that_the_refusal_gives_works(name: str) -> None:
         sampler = eval(line[1], {"midepoch": midepoch, "dataset": dataset})  # as it is pasted
         return midepoch.wrap(DataLoader(dataset, BATCH, sampler=sampler))
 
-    whole = sources.taken(make(), 14)
-    assert Counter(indices(whole)[:SIZE]) == Counter(range(SIZE))
-    assert (indices(whole)[:SIZE] == list(range(SIZE))) is ("in order" in name)
-    for cut in (1, 6, 11):
-        resumed = make()
-        resumed.load_state_dict(sources.heads(make, cut)[1])
-        assert sources.taken(resumed, 14 - cut) == whole[cut:]
+    first_round = indices(sources.taken(make(), 6))[:SIZE]
+    assert Counter(first_round) == Counter(range(SIZE))
+    assert (first_round == list(range(SIZE))) is ("in order" in name)
 
 
-OF_OTHER_ORDERS: dict[str, Callable[[], Any]] = {
-    "with replacement": lambda: wild.Weighted(SIZE),
-    "rare samples more often": lambda: wild.RepeatFactorTrainingSampler(SIZE, [2] * SIZE),
-}
-
-
-@pytest.mark.parametrize("name", OF_OTHER_ORDERS)
-def test_one_of_another_order_is_refused_before_memory_is_full(name: str) -> None:
-    loader = wrapped(OF_OTHER_ORDERS[name]())
+def test_one_of_another_order_is_refused_before_memory_is_full() -> None:
+    loader = wrapped(wild.RepeatFactorTrainingSampler(SIZE, [2] * SIZE))
     tracemalloc.start()
     try:
         with pytest.raises(SourceError, match=r"does not end.*midepoch.wrap\(lambda: make\(\)\).*let its len"):
@@ -174,52 +155,6 @@ def test_one_that_begins_again_at_its_end_is_asked_no_further() -> None:
     assert sources.flat(sources.taken(many)) == list(reversed(range(3000)))
 
 
-def raising(error: BaseException) -> Any:
-    class Raising(sources.Buckets):
-        def __len__(self) -> int:
-            raise error
-
-    return Raising(SIZE)
-
-
-@pytest.mark.parametrize("error", [ValueError("no"), AttributeError("no"), RuntimeError("no"), OSError("no")])
-def test_whatever_a_length_raises_is_an_unknown_length(error: BaseException) -> None:
-    def make() -> midepoch.Loader:
-        return midepoch.wrap(DataLoader(sources.Indices(SIZE), batch_sampler=raising(error)), seed=1, world=World(0, 2))
-
-    whole = sources.taken(make())
-    assert sources.resumed(make, sources.heads(make, 2)[1]) == whole[2:]
-
-
-def grouped(inner: Any, groups: list[int], batch: int = BATCH) -> DataLoader[Any]:
-    return DataLoader(sources.Noisy(SIZE), batch_sampler=wild.GroupedBatchSampler(inner, groups, batch))
-
-
-BUILT_FOR_ONE: dict[str, Callable[[], Any]] = {
-    "repeated augmentation": lambda: DataLoader(
-        sources.Noisy(SIZE), BATCH, sampler=wild.RepeatedAugmentation(range(SIZE), 1, 0)
-    ),
-    "grouped": lambda: grouped(RandomSampler(range(SIZE)), [index % 2 for index in range(SIZE)]),
-    "grouped in order": lambda: grouped(SequentialSampler(range(SIZE)), [0] * SIZE, 2),
-}
-
-
-@pytest.mark.parametrize("name", BUILT_FOR_ONE)
-def test_built_for_one_process_they_are_divided(name: str, recwarn: pytest.WarningsRecorder) -> None:
-    def make(rank: int = 0, world_size: int = 1) -> midepoch.Loader:
-        return midepoch.wrap(BUILT_FOR_ONE[name](), seed=1, world=World(rank, world_size))
-
-    for _ in range(2):
-        whole = sources.taken(make())
-        assert sources.resumed(make, sources.heads(make, 2)[1]) == whole[2:]
-    first, state = sources.heads(make, 1)
-    rest: Counter[int] = Counter()
-    for rank in range(2):
-        rest.update(indices(sources.resumed(lambda rank=rank: make(rank, 2), state)))  # type: ignore[misc]
-    assert Counter(indices(whole)) - Counter(indices(first)) - rest == Counter()
-    assert not [each for each in recwarn if issubclass(each.category, midepoch.MidepochWarning)]
-
-
 def test_one_that_keeps_its_own_state_is_elastic_and_left_alone() -> None:
     """As lhotse has them."""
     made: list[Any] = []
@@ -229,13 +164,11 @@ def test_one_that_keeps_its_own_state_is_elastic_and_left_alone() -> None:
         loader = DataLoader(Named(), sampler=made[-1], batch_size=None)
         return midepoch.wrap(loader, seed=1, world=World(rank, world_size))
 
-    epochs = make()
-    whole, following = sources.taken(epochs), sources.taken(epochs)
+    whole, following = sources.every_place(make, read=sources.plain)
     assert sorted(sources.flat(whole)) == list(range(SIZE)) == sorted(sources.flat(following))
     assert whole != following
-    for cut in range(1, len(whole)):
-        first, state = sources.heads(make, cut)
-        assert first + sources.resumed(make, state) == whole
+    cut = len(whole) - 1
+    state = sources.heads(make, cut)[1]
     rest = [sources.resumed(lambda rank=rank: make(rank, 2), state) for rank in range(2)]  # type: ignore[misc]
     assert {index for part in rest for index in sources.flat(part)} >= set(sources.flat(whole[cut:]))  # one is padded
     plain = wild.KeepsState([1.0 + index % 3 for index in range(SIZE)], 8.0)
@@ -245,9 +178,20 @@ def test_one_that_keeps_its_own_state_is_elastic_and_left_alone() -> None:
     assert made[0].state_dict() == plain.state_dict()
 
 
+class Unknown(sources.Buckets):
+    def __len__(self) -> int:
+        raise NotImplementedError("not well-defined")
+
+
+def test_whatever_a_length_raises_is_an_unknown_length() -> None:
+    def make() -> midepoch.Loader:
+        return midepoch.wrap(DataLoader(sources.Indices(SIZE), batch_sampler=Unknown(SIZE)), seed=1, world=World(0, 2))
+
+    sources.every_place(make, read=sources.plain)
+
+
 PRETRAINING: dict[str, Callable[..., wild.Pretraining]] = {
     "in order": wild.Pretraining,
-    "in order, padded": functools.partial(wild.Pretraining, pad=True),
     "at random": wild.PretrainingAtRandom,
 }
 
@@ -263,23 +207,12 @@ def test_those_of_language_models_are_exact(name: str) -> None:
     def make(rank: int = 0, world_size: int = 1) -> midepoch.Loader:
         return midepoch.wrap(pretraining(name), seed=1, world=World(rank, world_size))
 
-    plain, loader = pretraining(name), make()
-    assert len(loader) == len(plain) == SIZE, "in samples, as they say"
-    epochs: list[list[Any]] = []
-    states = [loader.state_dict()]
-    for _ in range(3):
-        epochs.append([])
-        for batch in loader:
-            epochs[-1].append(sources.plain(batch))
-            states.append(loader.state_dict())
-        assert indices(epochs[-1]) == indices(list(plain))
-    batches = len(epochs[0])
-    for cut, state in enumerate(states[:-1]):
-        epoch, done = divmod(cut, batches)
-        resumed = make()
-        resumed.load_state_dict(state)
-        assert [sources.taken(resumed) for _ in range(epoch, 3)] == [epochs[epoch][done:], *epochs[epoch + 1 :]]
-    ranks = [sources.resumed(lambda rank=rank: make(rank, 2), states[2]) for rank in range(2)]  # type: ignore[misc]
+    plain = pretraining(name)
+    assert len(make()) == len(plain) == SIZE, "in samples, as they say"
+    epochs = sources.every_place(make, epochs=3, read=sources.plain)
+    assert [indices(epoch) for epoch in epochs] == [indices(list(plain)) for _ in range(3)]
+    state, batches = sources.heads(make, 2)[1], len(epochs[0])
+    ranks = [sources.resumed(lambda rank=rank: make(rank, 2), state) for rank in range(2)]  # type: ignore[misc]
     assert [ranks[place % 2][place // 2] for place in range(batches - 2)] == epochs[0][2:]
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +184,7 @@ def places(path: Path) -> tuple[int, int, int, int | None]:
     return content["steps"], state["epoch"], state["position"], content["body"]["epoch"]
 
 
-def test_save_behind_the_pass_is_put_off_and_says_so(tmp_path: Path) -> None:
+def test_save_behind_the_pass_is_put_off_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, loader = tmp_path / "snapshot.pt", shuffled()
     snapshot = Snapshot(path, signals=(), data=loader)
     with pytest.warns(MidepochWarning, match="written when the body of snapshot.epochs ends") as told:
@@ -197,31 +197,33 @@ def test_save_behind_the_pass_is_put_off_and_says_so(tmp_path: Path) -> None:
             snapshot.save()
             assert path.read_bytes() == before
     assert len([each for each in told if "written when the body" in str(each.message)]) == 1
+    with pytest.raises(KilledError), caplog.at_level(logging.WARNING):
+        for _ in snapshot.epochs(3):
+            list(loader)
+            snapshot.save()
+            raise KilledError
+    assert f"to which a save was put off: {path} is unchanged" in caplog.text
     assert places(path) == (12, 2, 0, 2)
 
 
-@pytest.mark.parametrize(("at", "saved"), [(5, (6, 0, 22, 0)), ("rest", (6, 1, 0, 1))], ids=["last batch", "rest"])
-def test_a_signal_is_answered_behind_its_batch(at: Any, saved: Any, tmp_path: Path) -> None:
-    """Or at the end of the body, which may be the end of the last epoch too."""
+def test_a_signal_in_the_rest_of_a_body_is_answered_at_its_end(tmp_path: Path) -> None:
+    """Which may be the end of the last epoch too. Others are in test_bodies."""
 
-    def train() -> tuple[int, int]:
+    def train(signalled: bool) -> tuple[int, int]:
         loader, ended = shuffled(), sources.Counter()
         with Snapshot(tmp_path / "snapshot.pt", data=loader, ended=ended) as snapshot:
             for _ in snapshot.epochs(3):
                 for _ in loader:
-                    if snapshot.steps == at:
-                        os.kill(os.getpid(), signal.SIGTERM)
                     snapshot.step()
                 ended.given += 1
-                if at == "rest":
+                if signalled:
                     os.kill(os.getpid(), signal.SIGTERM)
         return snapshot.steps, ended.given
 
     with pytest.raises(SystemExit):
-        train()
-    assert places(tmp_path / "snapshot.pt") == saved
-    at = None
-    assert train() == (18, 3)
+        train(signalled=True)
+    assert places(tmp_path / "snapshot.pt") == (6, 1, 0, 1)
+    assert train(signalled=False) == (18, 3)
 
 
 def test_poll_leaves_with_the_snapshot_that_there_is(tmp_path: Path) -> None:
@@ -258,75 +260,43 @@ def test_a_save_in_a_pass_that_runs_is_written_at_once(kept: bool, tmp_path: Pat
     assert places(path) == (12, 1, 0, 1)
 
 
-# Where a step, or what follows the passes, fails for good, and the program saves on its way out.
-WAYS_OUT = {
-    "around the step": "exact",
-    "behind the passes": "not written",
-    "behind the loop": "exact",
-    "behind the loop, behind the passes": "repeated",
-}
+@pytest.mark.parametrize("where", ["in a pass", "behind the passes"])
+def test_a_save_on_the_way_out_of_the_loop(where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A step, or what follows the passes, fails for good: the log says what the run that resumes does again.
 
-
-@pytest.mark.parametrize("where", WAYS_OUT)
-def test_a_save_on_the_way_out(where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What a run that resumes does is what one does that has not failed; or else the log says what it repeats."""
+    Saves within the loop are in test_bodies and test_exceptions.
+    """
     path = tmp_path / "snapshot.pt"
-
-    @contextlib.contextmanager
-    def saving(snapshot: Snapshot, here: bool) -> Iterator[None]:
-        try:
-            yield
-        except KilledError:
-            if here:
-                snapshot.save()
-            raise
 
     def train(path: Path, fails: bool) -> list[Any]:
         log, first, second = bodies.Log(), shuffled(1), shuffled(2)
         snapshot = Snapshot(path, every=4, signals=(), first=first, second=second, log=log)
-        batch_that_fails = None if "behind the passes" in where else 2
-        with saving(snapshot, fails and where.startswith("behind the loop")):
+        try:
             for epoch in snapshot.epochs(2):
                 for batch in first:
                     log("first", epoch, batch)
                 for number, batch in enumerate(second, second.batches_done):
-                    with saving(snapshot, fails and where == "around the step"):
-                        log("second", epoch, batch)
-                        if fails and (epoch, number) == (1, batch_that_fails):
-                            raise KilledError
+                    log("second", epoch, batch)
+                    if fails and where == "in a pass" and (epoch, number) == (1, 2):
+                        raise KilledError
                     snapshot.step()
                 log("schedule", epoch)
-                with saving(snapshot, fails and where == "behind the passes"):
-                    if fails and epoch == 1:
-                        raise KilledError
-                log("end", epoch)
+                if fails and epoch == 1:
+                    raise KilledError
+        except KilledError:
+            snapshot.save()
+            raise
         return log.lines
 
     whole = train(tmp_path / "whole.pt", fails=False)
-    with pytest.raises(KilledError), warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING):
-        warnings.simplefilter("always")
+    with pytest.raises(KilledError), caplog.at_level(logging.WARNING):
         train(path, fails=True)
-    told = [str(each.message) for each in caught if "not written if an exception leaves the body" in str(each.message)]
-    said = [record.message for record in caplog.records]
+    assert "a run that resumes from this snapshot goes on" in caplog.text
     saved = torch.load(path, weights_only=True)
-    lines = train(path, fails=False)
-    what = WAYS_OUT[where]
-    if what == "not written":
-        assert any("around the step, or after the loop over epochs" in each for each in told)
-        assert any(f"to which a save was put off: {path} is unchanged" in each for each in said)
-    else:
-        assert any("a run that resumes from this snapshot goes on" in each for each in said) == (
-            where.startswith("behind the loop")
-        )
-    # Every fourth step is saved. The ninth is that of batch 2 in the second epoch, and it fails.
-    assert (saved["steps"], saved["parts"]["second"]["position"]) == {
-        "exact": (8, 12), "not written": (8, 8), "repeated": (12, 22)
-    }[what]  # fmt: skip
-    if what == "repeated":
-        at = whole.index(["schedule", 1])
-        assert lines == [*whole[: at + 1], *whole[at:]]
-    else:
-        assert lines == whole
+    # The ninth step is that of batch 2 in the second epoch.
+    at, within = whole.index(["schedule", 1]), where == "in a pass"
+    assert (saved["steps"], saved["parts"]["second"]["position"]) == ((8, 12) if within else (12, 22))
+    assert train(path, fails=False) == (whole if within else [*whole[: at + 1], *whole[at:]])
 
 
 @pytest.mark.parametrize(("how", "again"), [("zip", "in this process"), ("islice", "after a save")])
@@ -451,24 +421,19 @@ def test_a_damaged_record_is_refused(content: Any, tmp_path: Path) -> None:
 def test_going_back_to_the_snapshot_leaves_the_loop_first(tmp_path: Path) -> None:
     loader, log = shuffled(), bodies.Log()
     snapshot = Snapshot(tmp_path / "snapshot.pt", every=2, signals=(), data=loader, log=log)
-    went_back = False
-    while True:
-        for epoch in snapshot.epochs(2):
+    for goes_back in (True, False):
+        running = snapshot.epochs(2)
+        for epoch in running:
             for batch in loader:
                 log(epoch, batch)
                 snapshot.step()
-                if len(log.lines) == 9 and not went_back:
+                if goes_back and len(log.lines) == 9:
                     with pytest.raises(MidepochError, match="leave the loop, call load"):
                         snapshot.load()
-                    went_back = True
+                    running.close()  # type: ignore[attr-defined]
                     break
-            else:
-                continue
-            break
-        else:
-            break
-        assert snapshot.load()
-        assert len(log.lines) == 8
+        if goes_back:
+            assert snapshot.load() and len(log.lines) == 8
     assert [line[1] for line in log.lines] == [batch for epoch in epochs_of(shuffled(), 0, 2) for batch in epoch]
 
 

@@ -11,7 +11,6 @@ import random
 import signal
 import sys
 import threading
-import time
 import warnings
 import weakref
 import zipfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,7 +28,7 @@ import midepoch
 from midepoch import MidepochError, MidepochWarning, Snapshot, SnapshotError, StateMismatchError
 from midepoch.checkpoint import files
 from midepoch.state.codec import decode, encode
-from support import forking, sources
+from support import fault_sources, forking, sources
 from support.places import TESTS
 
 
@@ -530,20 +530,15 @@ def test_of_two_snapshots_each_hears_and_a_closed_one_passes_on(tmp_path: Path) 
 def ends(group: int) -> bool:
     """Whether all processes of a group end, but for those that nobody has waited for; the rest is killed."""
 
-    def lives(status: Path) -> bool:
-        try:
-            state, _, of_group = status.read_text().rpartition(") ")[2].split()[:3]
-        except OSError:
-            return False
-        return int(of_group) == group and state != "Z"
+    def lives(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+        return False
 
-    deadline = time.monotonic() + 120
-    while any(map(lives, Path("/proc").glob("[0-9]*/stat"))):
-        if time.monotonic() > deadline:
-            os.killpg(group, signal.SIGKILL)
-            return False
-        time.sleep(0.1)
-    return True
+    if fault_sources.wait_until(lambda: not any(map(lives, psutil.process_iter())), 120):
+        return True
+    os.killpg(group, signal.SIGKILL)
+    return False
 
 
 WITH_WORKERS = """
@@ -559,16 +554,14 @@ class Slow(torch.utils.data.Dataset):
         return index
 
 def streaming(workers):
-    from support import streaming_apart
-    from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
-    with MDSWriter(out="data", columns={"number": "int"}) as writer:
-        for number in range(4000):
-            writer.write({"number": number})
+    from support.witness_sources import write_mds
+    local = write_mds("data")  # which prepares the import of streaming
+    from streaming import StreamingDataLoader, StreamingDataset
     class Data(StreamingDataset):
         def __getitem__(self, at):
-            time.sleep(0.005)
+            time.sleep(0.1)
             return super().__getitem__(at)
-    return StreamingDataLoader(Data(local="data", batch_size=4), batch_size=4, **workers)
+    return StreamingDataLoader(Data(local=local, batch_size=1), batch_size=1, **workers)
 
 def stateful(workers):
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -725,12 +718,14 @@ class Stateless:
 
 
 def _save_apart(rank: int, path: str) -> str:
-    loader = midepoch.wrap(DataLoader(range(16), batch_size=2), seed=1)  # type: ignore[arg-type]
-    batches = iter(loader)
-    for _ in range(1 + rank):
-        next(batches)
+    loaders = [midepoch.wrap(DataLoader(range(16), batch_size=2), seed=1) for _ in range(2)]  # type: ignore[arg-type]
+    passes = [iter(loader) for loader in loaders]
+    for loader in (0, 1, *[0] * rank):
+        next(passes[loader])
+    if rank:
+        loaders[1].skip(8, 12)
     told = []
-    for parts in ({"data": loader}, {"lost": Stateless(rank)}):
+    for parts in ({"data": loaders[0]}, {"data": loaders[1]}, {"lost": Stateless(rank)}):
         try:
             Snapshot(path, signals=(), parts=parts).save()
         except SnapshotError as error:
@@ -739,53 +734,14 @@ def _save_apart(rank: int, path: str) -> str:
 
 
 def test_ranks_that_stand_apart_are_not_saved(tmp_path: Path) -> None:
-    path = tmp_path / "snapshot.pt"
-    for told in sources.in_gloo_world(_save_apart, 2, str(path)):
+    for told in sources.in_gloo_world(_save_apart, 2, str(tmp_path / "snapshot.pt")):
         assert "the ranks do not stand at the same place of data (epoch, position)" in told
         assert "rank 0 at (0, 4), rank 1 at (0, 8)" in told
         assert "after the same batch" in told
-        assert "on rank 1, lost gave no state: RuntimeError: it is gone" in told
-    assert not path.exists()
-
-
-def _skip_alone(rank: int, path: str) -> str:
-    loader = midepoch.wrap(DataLoader(range(16), batch_size=2), seed=1)  # type: ignore[arg-type]
-    next(iter(loader))
-    if rank == 1:
-        loader.skip(8, 12)
-    try:
-        Snapshot(path, signals=(), data=loader).save()
-    except SnapshotError as error:
-        return str(error)
-    return "saved"
-
-
-def test_a_rank_that_skipped_alone_is_named(tmp_path: Path) -> None:
-    for told in sources.in_gloo_world(_skip_alone, 2, str(tmp_path / "snapshot.pt")):
         assert "rank 1 skips other positions of data than rank 0 ('0:4.2.1', not '')" in told
         assert "call skip() on every rank" in told
+        assert "on rank 1, lost gave no state: RuntimeError: it is gone" in told
     assert names(tmp_path) == []
-
-
-def _save_with_tickets(rank: int, path: str) -> dict[str, Any]:
-    loader = midepoch.wrap(DataLoader(range(16), batch_size=2), seed=1)  # type: ignore[arg-type]
-    tickets, batches = [], iter(loader)
-    for _ in range(2):
-        next(batches)
-        tickets.append(loader.ticket)
-    loader.finish(tickets[1 - rank])  # of rank 0 positions 4 and 5, of rank 1 positions 2 and 3
-    Snapshot(path, signals=(), data=loader).save()
-    return midepoch.gather(loader)
-
-
-def test_what_ranks_have_finished_is_united(tmp_path: Path) -> None:
-    path = tmp_path / "snapshot.pt"
-    first, second = sources.in_gloo_world(_save_with_tickets, 2, str(path))
-    assert first == second and (first["position"], first["omit"], first["detail"]) == (0, "done:2.1.2", "")
-    loader = midepoch.wrap(DataLoader(range(16), batch_size=2), seed=1)  # type: ignore[arg-type]
-    assert Snapshot(path, signals=(), data=loader).load()
-    assert loader.state_dict() == first
-    assert [batch.tolist() for batch in loader] == [[0, 1], *([p, p + 1] for p in range(6, 16, 2))]
 
 
 def _files(rank: int) -> DataLoader[Any]:

@@ -18,29 +18,14 @@ from torch.utils.data import DataLoader
 import midepoch
 from midepoch import MidepochError, StateError, UnsupportedSourceError, World
 from midepoch.loader.loader import Loader
-from midepoch.testing import ResumableTests
 from support import sources
 
-EXAMPLES = 4000 if os.environ.get("MIDEPOCH_CHAOS") else 60
+EXAMPLES = 4000 if os.environ.get("MIDEPOCH_CHAOS") else 30
 
 
 def make(world: World, size: int, micro: int, together: int | None, **options: Any) -> Loader:
     source = DataLoader(sources.Indices(size), batch_size=micro, shuffle=options.pop("shuffle", True))
     return midepoch.wrap(source, seed=5, world=world, global_batch=together, **options)
-
-
-def wrapped(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = 3, seed: int = 0, size: int = 41
-) -> Loader:
-    source = sources.noisy_loader(size, batch_size=batch_size, num_workers=num_workers)
-    return midepoch.wrap(source, seed=seed, world=World(rank, world_size), global_batch=12)
-
-
-class TestLaws(ResumableTests):
-    make_loader = staticmethod(wrapped)
-    tail = "uneven"
-    shuffled = True
-    quick = True
 
 
 @st.composite
@@ -187,25 +172,17 @@ def test_a_state_within_a_global_batch_is_that_of_its_beginning() -> None:
     assert loader.state_dict() == state
     assert loader.state_dict(in_flight=2) == state
     assert loader.state_dict(in_flight=3)["position"] == 0
+    with pytest.raises(MidepochError, match=r"within the global batch at position 6.*when loader\.step_due"):
+        loader.commit()
+    assert loader.state_dict() == state
+    next(each)
+    loader.commit()
+    assert loader.state_dict()["position"] == 12
     resumed = make(World(), 20, 2, 6)
     resumed.load_state_dict(state)
     again = [batch.tolist() for batch in resumed]
     assert again[:2] == second
     assert sorted(sample for batch in first + again for sample in batch) == list(range(20))
-
-
-def test_commit_within_a_global_batch_is_refused() -> None:
-    loader = make(World(), 20, 2, 6)
-    each = iter(loader)
-    next(each)
-    before = loader.state_dict()
-    with pytest.raises(MidepochError, match=r"within the global batch at position 0.*when loader\.step_due"):
-        loader.commit()
-    assert loader.state_dict() == before
-    next(each)
-    next(each)
-    loader.commit()
-    assert loader.state_dict()["position"] == 6
 
 
 def test_a_rollback_or_a_reshard_begins_a_global_batch_anew() -> None:
@@ -273,7 +250,7 @@ def test_after_an_error_a_global_batch_is_begun_anew_or_left(on_error: Any, foll
     assert passed_over == [True] * (on_error == "next")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_drop_last_leaves_out_a_global_batch_not_full(world_size: int) -> None:
     samples = []
     for rank in range(world_size):

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from torch.utils.data import DataLoader, IterableDataset
 
-import midepoch
 from midepoch.reading.units import Units
-from support import sources
 
 
 class BeginsAgain:
@@ -30,14 +27,6 @@ class BeginsAgain:
         return self.given
 
 
-class Numbers(IterableDataset[int]):
-    def __init__(self, count: int) -> None:
-        self.iterator = BeginsAgain(count)
-
-    def __iter__(self) -> Iterator[int]:
-        return self.iterator
-
-
 def test_an_ended_iterator_is_not_asked_again() -> None:
     iterator = BeginsAgain(5)
     units = Units(iterator)
@@ -45,12 +34,3 @@ def test_an_ended_iterator_is_not_asked_again() -> None:
     with pytest.raises(StopIteration):
         units.next()
     assert (iterator.asked, units.read) == (6, 5)
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_an_epoch_of_one_that_begins_again_is_as_long_as_plain(drop_last: bool) -> None:
-    def make() -> DataLoader[int]:
-        return DataLoader(Numbers(5), batch_size=2, drop_last=drop_last)
-
-    loader = midepoch.wrap(make(), seed=0)
-    assert sources.taken(loader) == list(map(sources.plain, make()))
