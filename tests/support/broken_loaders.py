@@ -424,7 +424,8 @@ class CountsWhatItPrefetched(ReferenceLoader):
     def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
         state = super().state_dict(in_flight)
         self.looks += 1
-        return reseal(state | {"position": state["position"] + 1}) if self.looks > 1 else state
+        moved = self.looks > 1 and not in_flight
+        return reseal(state | {"position": state["position"] + 1}) if moved else state
 
 
 class LosesABatchAtTheThirdResume(ReferenceLoader):
