@@ -27,6 +27,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import midepoch
+from midepoch import StateCorruptError
 from midepoch.state import parts
 
 LONG = bool(os.environ.get("MIDEPOCH_CHAOS"))
@@ -162,3 +163,17 @@ def test_the_same_number_is_the_same_mutation() -> None:
     assert next(both) == next(both)
     kinds = {kind for number in range(2000) for kind in states.mutation(2, number)[1].split(",")[0].split("+")}
     assert kinds >= {kind.__name__ for kind in mutations.KINDS}
+
+
+def test_an_epoch_beyond_what_is_counted_is_refused() -> None:
+    """Samples of a webdataset are counted through all epochs."""
+    _skip_without("webdataset")
+    loaders = fuzzer("webdataset")
+    good, before = loaders.bases[1], loaders.loader.state_dict()
+    for epoch in (1 << 57, (1 << 62) - 1):
+        with pytest.raises(StateCorruptError, match="which is too many"):
+            loaders.loader.load_state_dict(midepoch.reseal({**good, "epoch": epoch}))
+        assert loaders.loader.state_dict() == before
+    distant = midepoch.reseal({**good, "epoch": 1 << 50})
+    loaders.loader.load_state_dict(distant)
+    assert fuzz_states.first_batches(loaders.loader, fuzz_states.rows) == loaders.reference.of(distant)
