@@ -13,12 +13,12 @@ import random
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import StateError, warn
 from ..loader.body import Body
 from ..loader.loader import Loader
-from ..loader.reading import Reading
+from ..loader.reading import History, Reading
 from ..order.holes import Holes, Omit
 from .files import sync_folder
 
@@ -68,52 +68,19 @@ def described(loader: Loader, reading: Reading) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class _Session(NamedTuple):
-    """A session, and the number of its first batch among all that the loader has handed out in this start."""
+def _taken(history: History, begin: int, end: int) -> dict[Reading, tuple[int, int]] | None:
+    """Of a loader's batches [begin, end), which these are of which session; None if the history is too short.
 
-    begins: int
-    reading: Reading
-    values: dict[str, Any]  # the loader's name, and what `described` returns
-
-    @property
-    def ends(self) -> int:
-        """The number after its latest batch."""
-        return self.begins + self.reading.steps
-
-
-class _Course:
-    """How far steps have come with a loader."""
-
-    def __init__(self, name: str, loader: Loader) -> None:
-        self._name, self._loader, self._trained = name, loader, 0
-        self._sessions: list[_Session] = []  # the latest one, and those before it of which batches are in flight
-
-    def take(self, in_flight: int) -> tuple[dict[Reading, tuple[_Session, int, int]], bool]:
-        """What a step was given: batches [start, stop) of sessions. And whether a session is new."""
-        history, new = self._loader._progress.history, list[Reading]()
-        latest, ends = (self._sessions[-1].reading, self._sessions[-1].ends) if self._sessions else (None, 0)
-        forgotten = False
-        for reading, _, _ in reversed(history):
-            if reading is latest:
-                break
-            if reading not in new[-1:]:
-                new.append(reading)
-        else:
-            self._trained = ends  # what was left, a load or a seek has given up
-            forgotten = latest is not None and len(history) == history.maxlen
-        for reading in reversed(new):
-            why = {"unknown": "a step took more batches than are remembered"}
-            values = {"loader": self._name, **(why if forgotten else described(self._loader, reading))}
-            self._sessions.append(_Session(ends, reading, values))
-            ends += reading.steps
-        begin, self._trained = self._trained, max(self._trained, ends - in_flight)
-        taken = {}
-        for each in self._sessions:
-            start, stop = max(begin, each.begins), min(self._trained, each.ends)
-            if start < stop:
-                taken[each.reading] = each, start - each.begins, stop - each.begins
-        self._sessions = [each for each in self._sessions[:-1] if each.ends > self._trained] + self._sessions[-1:]
-        return taken, bool(new)
+    Those that a load or a seek has given up are of none.
+    """
+    found: dict[Reading, tuple[int, int]] = {}
+    for reading, _, _ in reversed(history):
+        first = reading.before
+        if begin < (stop := min(end, first + reading.steps)) > first:
+            found[reading] = max(begin - first, 0), stop - first
+        if first <= begin:
+            return found
+    return None if begin and len(history) == history.maxlen else found
 
 
 class Ledger:
@@ -136,7 +103,7 @@ class Ledger:
         self._files = [*told["files"], [f"{random.SystemRandom().getrandbits(64):016x}", 0, step]]
         self._pending = [] if told["open"] is None else [seal(told["open"])]
         self._bytes = 0  # of this start's file
-        self._courses: dict[str, _Course] = {}
+        self._trained: dict[str, int] = {}  # batches, by loader
         self._warned: set[str] = set()
         self._first, self._last = step + 1, step  # of the steps that no line has
         self._stretches: dict[Reading, dict[str, Any]] = {}  # what they took
@@ -144,34 +111,48 @@ class Ledger:
     def look(self, loaders: Mapping[str, Loader], step: int, in_flight: int, body: Body | None) -> None:
         """See what a step took that was just counted. `in_flight`: as `Snapshot.step` has it."""
         still_read = {name for name, loader in loaders.items() if loader._progress.latest() is not None}
-        taken: dict[Reading, tuple[_Session, int, int]] = {}
+        taken: dict[Reading, tuple[int, int]] = {}
+        names: dict[Reading, str] = {}
+        forgotten: set[Reading] = set()
         for name, loader in loaders.items():
+            if not (history := loader._progress.history):
+                continue
+            newest, begin = history[-1][0], self._trained.get(name, 0)
             ahead = in_flight if body is None or not in_flight else body.in_flight_of(name, in_flight)
-            found, is_new = self._courses.setdefault(name, _Course(name, loader)).take(ahead)
-            # Otherwise it was read between two steps, and left: a validation.
-            if name in still_read or not still_read or ahead or not is_new:
-                taken |= found
+            end = self._trained[name] = max(begin, newest.before + newest.steps - ahead)
+            if newest.before >= begin and still_read and name not in still_read and not ahead:
+                continue  # it was read between two steps, and left: a validation
+            if (found := _taken(history, begin, end)) is None:
+                found, forgotten = {newest: (0, 1)}, {*forgotten, newest}
+            taken |= found
+            names |= dict.fromkeys(found, name)
         if not self._goes_on(step, taken):
             self._pending += [seal(self._line())] if self._first < step else []
             self._first, self._stretches = step, {}
-        for reading, (session, start, stop) in taken.items():
-            values = {**session.values, "first": step, "every": 0, "batch": start, "each": stop - start}
-            stretch = self._stretches.setdefault(reading, values)
-            stretch["every"] = stretch["every"] or step - stretch["first"]
-            name, why = values["loader"], values.get("unknown")
-            if why and name not in self._warned and not reading.run.world.rank:
-                self._warned.add(name)
-                warn(f"the ledger does not say which samples {name} gives, because {why}; trace will say so too")
+        for reading, (start, stop) in taken.items():
+            if reading not in self._stretches:
+                why = {"unknown": "a step took more batches than are remembered"}
+                values = why if reading in forgotten else described(loaders[names[reading]], reading)
+                self._warn(names[reading], values.get("unknown"), reading)
+                counted = {"first": step, "every": 0, "batch": start, "each": stop - start}
+                self._stretches[reading] = {"loader": names[reading], **values, **counted}
+            elif not self._stretches[reading]["every"]:
+                self._stretches[reading]["every"] = step - self._stretches[reading]["first"]
         self._last = step
 
-    def _goes_on(self, step: int, taken: Mapping[Reading, tuple[_Session, int, int]]) -> bool:
+    def _warn(self, name: str, why: str | None, reading: Reading) -> None:
+        if why is not None and name not in self._warned and not reading.run.world.rank:
+            self._warned.add(name)
+            warn(f"the ledger does not say which samples {name} gives, because {why}; trace will say so too")
+
+    def _goes_on(self, step: int, taken: Mapping[Reading, tuple[int, int]]) -> bool:
         """Whether a step takes what the steps before let expect. A loader may be read at every second step, or so."""
         for reading, known in self._stretches.items():
             steps = step - known["first"]
             times, rest = divmod(steps, known["every"] or steps)
             if reading in taken:
                 batch = known["batch"] + times * known["each"]
-                if rest or taken[reading][1:] != (batch, batch + known["each"]):
+                if rest or taken[reading] != (batch, batch + known["each"]):
                     return False
             elif known["every"] and not rest:
                 return False
@@ -197,4 +178,5 @@ class Ledger:
             sync_folder(self._folder)
             self._files[-1][1] += len(self._pending)
             self._pending.clear()
-        return seal({"files": self._files, "open": self._line() if self._first <= self._last else None})
+        still_open = self._line() if self._first <= self._last else None
+        return seal({"folder": self._folder.name, "files": self._files, "open": still_open})

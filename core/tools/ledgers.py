@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.files import find, read
-from ..checkpoint.ledger import ledger_path, unseal
+from ..checkpoint.ledger import unseal
 from ..errors import SnapshotError, UnsupportedSourceError
 from ..order import MAXIMUM_SIZE
 from ..order.holes import Holes, Omit, pieces_of
@@ -125,11 +125,9 @@ def read_ledger(path: Path) -> Ledger:
         told = unseal(content["ledger"])
     except ValueError as error:
         raise SnapshotError(f"{newest.path} is damaged (ledger): restore a copy") from error
-    kept = path.suffix[1:].isdigit() and not ledger_path(path).exists()  # an older one, as snapshot.pt.2
-    folder = ledger_path(path.with_suffix("") if kept else path)
     known, problems = [] if told["open"] is None else [told["open"]], list(newest.damaged)
     for name, count, _ in told["files"]:
-        file = folder / Path(name).name
+        file = path.parent / Path(told["folder"]).name / Path(name).name
         try:
             lines = file.read_bytes().decode(errors="replace").split("\n")[:-1] if count else []
         except OSError as error:
