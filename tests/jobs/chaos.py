@@ -369,11 +369,7 @@ class Tally:
     """What happened."""
 
     faults: Counter[str] = field(default_factory=Counter)
-    parts: Counter[str] = field(default_factory=Counter)
-    worlds: Counter[str] = field(default_factory=Counter)
     jobs: int = 0
-    launches: int = 0
-    steps_again: int = 0
     samples: int = 0
 
     @property
@@ -467,8 +463,6 @@ class Chaos:
                 shutil.rmtree(self.folder / "cache", ignore_errors=True)
             ranks, workers = self.random.choice(self.backend.worlds), self.random.choice(self.backend.workers)
             restarts = 2 if self.random.random() < 0.1 else 0
-            self.tally.launches += 1
-            self.tally.worlds[str(ranks)] += 1
             agent = self.launch(folder, ranks, workers, restarts)
             for _ in range(1 + restarts):
                 if self.tally.kills < kills:
@@ -501,9 +495,8 @@ class Chaos:
             late = first is not None and PARTS.index(part) < PARTS.index("in a batch")
             if (ready and suited) or (late and found):
                 time.sleep(delay)
-                pid, now, _ = self.random.choice(list(self.board.parts().values()) or list(found.values()))
+                pid, _, _ = self.random.choice(list(self.board.parts().values()) or list(found.values()))
                 self.tally.faults[hit(fault, agent, pid, self.random)] += 1
-                self.tally.parts[now] += 1
                 return
             if time.monotonic() > until:
                 return
@@ -513,7 +506,6 @@ class Chaos:
         """What all ranks together had at each step, and the model's total at the end, if it came to that."""
         found: dict[tuple[int, int], dict[int, Samples]] = {}
         total: int | None = None
-        made: Counter[tuple[int, int, int]] = Counter()
         for path in sorted(folder.glob("log-*"), key=lambda path: int(path.name.split("-")[1])):
             for event in jobs.noted(path):
                 if "total" in event:
@@ -523,7 +515,6 @@ class Chaos:
                     continue
                 key = event["step"], event["ranks"]
                 samples = [(number, checksum) for number, checksum in event["samples"]]
-                made[*key, event["rank"]] += 1
                 if found.setdefault(key, {}).setdefault(event["rank"], samples) != samples:
                     raise Wrong(f"step {key[0]} on {key[1]} ranks differs when it is made again")
                 if self.whole and not set(samples) <= set(self.whole.get(event["step"], ())):
@@ -534,8 +525,6 @@ class Chaos:
                 together = sorted(sample for samples in parts.values() for sample in samples)
                 if steps.setdefault(step, together) != together:
                     raise Wrong(f"step {step} differs on {ranks} ranks")
-        if total is not None:
-            self.tally.steps_again += sum(made.values()) - len(made)
         return steps, total
 
 
@@ -554,10 +543,8 @@ def run(name: str, kills: int, seed: int) -> dict[str, Any]:
     shutil.rmtree(folder)
     tally = chaos.tally
     return {
-        "backend": name, "seed": seed, "kills": tally.kills, "jobs": tally.jobs, "launches": tally.launches,
-        "samples": tally.samples, "steps_again": tally.steps_again,
-        "lost": 0, "repeated": 0, "different": 0,
-        "faults": dict(tally.faults), "parts": dict(tally.parts), "ranks": dict(tally.worlds),
+        "backend": name, "seed": seed, "kills": tally.kills, "jobs": tally.jobs, "samples": tally.samples,
+        "lost": 0, "repeated": 0, "different": 0, "faults": dict(tally.faults),
         "seconds": round(time.monotonic() - started),
     }  # fmt: skip
 
