@@ -23,7 +23,6 @@ from measuring import Interval
 
 from support import forking
 
-EVERYTHING = {each for question in compare.MEASURED for each in compare.distributions(question, list(peers.PEERS))}
 PLAIN, OURS, TORCHDATA = NAMES = ("plain DataLoader", "midepoch DataLoader", "torchdata")
 
 
@@ -116,30 +115,3 @@ def test_a_ratio_has_grown_beyond_both_errors_and_a_tenth() -> None:
     assert not compare.grown(Interval(1.09, 1.08, 1.10), exact)
     assert not compare.grown(Interval(1.12, 1.10, 1.14), vague)
     assert compare.grown(Interval(1.5, 1.4, 1.6), vague)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--rounds", "1"], "at least 3"),
-        (["--check", "--only", "torchdata"], "name one of its loaders"),
-        (["--check", "--question", "boring"], "nothing to compare for boring"),
-        (["--check", "--output", "nowhere"], "there is no nowhere"),
-        (["--only", "plain"], "no such peer"),
-        pytest.param(
-            ["--only", "torchdata", "--output", str(compare.OUTPUT)], "choose an empty folder",
-            marks=pytest.mark.skipif(not all(map(compare.installed, EVERYTHING)), reason="a peer is not installed"),
-        ),
-        pytest.param(
-            ["--question", "state", "--output", str(compare.OUTPUT)], "choose an empty folder",
-            marks=pytest.mark.skipif(not all(map(compare.installed, EVERYTHING)), reason="a peer is not installed"),
-        ),
-    ],
-)  # fmt: skip
-def test_options_that_cannot_be_are_refused(
-    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", [compare.__file__, "--quick", *options])
-    with pytest.raises(SystemExit) as end:
-        compare.main()
-    assert end.value.code == 2 and said in capsys.readouterr().err

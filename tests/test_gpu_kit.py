@@ -237,22 +237,3 @@ def test_steps_run_in_the_kit_s_environment_and_a_failed_one_stops_no_other(tmp_
     assert ends == list(steps)
     assert said.endswith("Failed: bench-step tests bench-crops\n")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(f"{step}.log" for step in steps)
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "message"),
-    [
-        (["unpack", "fly"], 2, "There is no step fly. Choose among: receive FOLDER, unpack, install, tests, bench-"),
-        (["unpack", "receive"], 2, "`receive` needs the folder of the parts"),
-        (["receive", "empty"], 1, "There are no parts of a kit in {}/empty."),
-        (["unpack"], 1, "There is no manifest.json in {}/kit/parts."),
-        (["install"], 1, "No kit is unpacked in {}/kit."),
-        (["tests"], 1, "Nothing is installed in {}/kit."),
-    ],
-)
-def test_a_step_that_cannot_be_says_what_comes_first(
-    words: list[str], status: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    said = shell(*words, env={"KIT": "kit", "PYTHON": sys.executable}, status=status)
-    assert message.format(tmp_path) in said
