@@ -7,10 +7,12 @@ snapshot, and steps that are taken back, are lines of no snapshot.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import zlib
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,19 +70,24 @@ def described(loader: Loader, reading: Reading) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _taken(history: History, begin: int, end: int) -> dict[Reading, tuple[int, int]] | None:
-    """Of a loader's batches [begin, end), which these are of which session; None if the history is too short.
+_Mark = tuple[Reading | None, int]
+"""The session of the last batch that a step was trained on, and how many of its batches steps were trained on."""
 
-    Those that a load or a seek has given up are of none.
+
+def _taken(history: History, mark: _Mark, in_flight: int) -> dict[Reading, tuple[int, int]] | None:
+    """The batches after a mark, but for those in flight: numbers [start, stop) of sessions, the latest first.
+
+    Those that a load or a seek has given up are in no history. None if the mark is not, for want of space.
     """
+    flying = Counter(reading for reading, _, _ in itertools.islice(reversed(history), in_flight))
     found: dict[Reading, tuple[int, int]] = {}
     for reading, _, _ in reversed(history):
-        first = reading.before
-        if begin < (stop := min(end, first + reading.steps)) > first:
-            found[reading] = max(begin - first, 0), stop - first
-        if first <= begin:
+        start, stop = mark[1] if reading is mark[0] else 0, reading.steps - flying[reading]
+        if start < stop:
+            found[reading] = start, stop
+        if reading is mark[0]:
             return found
-    return None if begin and len(history) == history.maxlen else found
+    return None if mark[0] is not None and len(history) == history.maxlen else found
 
 
 class Ledger:
@@ -103,7 +110,7 @@ class Ledger:
         self._files = [*told["files"], [f"{random.SystemRandom().getrandbits(64):016x}", 0, step]]
         self._pending = [] if told["open"] is None else [seal(told["open"])]
         self._bytes = 0  # of this start's file
-        self._trained: dict[str, int] = {}  # batches, by loader
+        self._marks: dict[str, _Mark] = {}  # by loader
         self._warned: set[str] = set()
         self._first, self._last = step + 1, step  # of the steps that no line has
         self._stretches: dict[Reading, dict[str, Any]] = {}  # what they took
@@ -117,14 +124,14 @@ class Ledger:
         for name, loader in loaders.items():
             if not (history := loader._progress.history):
                 continue
-            newest, begin = history[-1][0], self._trained.get(name, 0)
+            newest, mark = history[-1][0], self._marks.get(name, (None, 0))
             ahead = in_flight if body is None or not in_flight else body.in_flight_of(name, in_flight)
-            end = self._trained[name] = max(begin, newest.before + newest.steps - ahead)
-            if newest.before >= begin and still_read and name not in still_read and not ahead:
+            if (found := _taken(history, mark, ahead)) is None:
+                found, forgotten = {newest: (0, newest.steps)}, {*forgotten, newest}
+            self._marks[name] = next(((reading, stop) for reading, (_, stop) in found.items()), mark)
+            if newest is not mark[0] and still_read and name not in still_read and not ahead:
                 continue  # it was read between two steps, and left: a validation
-            if (found := _taken(history, begin, end)) is None:
-                found, forgotten = {newest: (0, 1)}, {*forgotten, newest}
-            taken |= found
+            taken |= dict(reversed(found.items()))
             names |= dict.fromkeys(found, name)
         if not self._goes_on(step, taken):
             self._pending += [seal(self._line())] if self._first < step else []

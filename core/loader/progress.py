@@ -118,7 +118,6 @@ class Progress:
         place: where the next batch is; while a session is open, where its first batch was.
         reading: the open session; None while none is open, and after an epoch's last batch.
         spent: the session of a pass that was given its epoch's last batch, and has not been told that it has ended.
-        last: the session that was opened last.
         latest: a reference to the latest pass, until that has been told that it has ended.
         waiting: a reference to the latest pass whose iterator was made outside of a body.
         new_epoch: a new pass begins a new epoch, because batches of this one were handed out. After a load or a seek it
@@ -145,7 +144,6 @@ class Progress:
         adapter, remember = self.context.adapter, self.context.options.remember
         self.reading: Reading | None = None
         self.spent: Reading | None = None
-        self.last: Reading | None = None
         self.latest: Any = _none
         self.waiting: Any = _none
         self.failed: list[str] = []
@@ -515,7 +513,7 @@ class Progress:
         run = Run(place.epoch, place.position, seed, world, share, tail, detail, looks, expects, [], left_out, skips)
         remembers = context.options.remember > 0 or adapter.facts.remembers
         step = adapter.units_per_step(world) if share is None else share.global_batch
-        self.reading = self.last = reading = Reading(context.session(run), run, step, remembers, self.last)
+        self.reading = reading = Reading(context.session(run), run, step, remembers)
         if context.tickets is not None:
             self._begin_tickets(reading, context.tickets)
         if (changes := self.states.changes) is not None:

@@ -20,7 +20,6 @@ class Reading:
 
     Attributes:
         session, run: the session, and where and how it was opened.
-        before: batches that the loader had handed out before the session.
         steps: batches handed out of the session. Until the first one, the place is the loader's.
         position: of the place after these batches; with holes, a place's number (`midepoch.order.holes`).
         last_step: the step that ends the epoch on all ranks; None if unknown.
@@ -29,12 +28,10 @@ class Reading:
         global_batch: units by which a batch moves the position.
     """
 
-    def __init__(self, session: Session, run: Run, global_batch: int, bookmarks: bool, last: Reading | None) -> None:
+    def __init__(self, session: Session, run: Run, global_batch: int, bookmarks: bool) -> None:
         share = run.share
         self.session, self.run = session, run
-        self.before: int = 0 if last is None else last.before + last.steps
-        self.steps: int = 0
-        self.global_batch = global_batch
+        self.steps, self.global_batch = 0, global_batch
         self.position = run.position if run.holes is None else self.start
         self.last_step = None if share is None else share.global_steps
         self.peeked: list[tuple[Any, Any]] = []
