@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from typing import Any, ClassVar
 import cpu_torchvision  # noqa: F401
 import pytest
 
-from support.places import ROOT, TESTS
+from support.places import ROOT
 
 pytest.importorskip("streaming", reason="mosaicml-streaming is not installed (pip install midepoch[streaming])")
 
@@ -45,7 +44,7 @@ from midepoch.adapters.streaming.adapter import _KeyedPass
 from midepoch.loader.loader import Loader
 from midepoch.state.witness import LONGEST
 from midepoch.testing import ResumableTests
-from support import forking, witness_sources
+from support import forking, jobs, witness_sources
 from support import streaming_sources as sources
 from support.sources import every_place, flat
 from support.witness_sources import found_in_new_process, state_after
@@ -464,29 +463,10 @@ def ranks(
 ) -> list[dict[str, Any]]:  # fmt: skip
     out.mkdir()
     shutil.copytree(sources.written(size), out / "local")
-    given = out / "state.json"
-    given.write_text(json.dumps(state))
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        port = found.getsockname()[1]
-    where = {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
-    script = [str(TESTS / "support" / "streaming_sources.py"), str(out)]
-    numbers = ["-" if state is None else str(given), str(steps), str(size), str(batch_size)]
-    processes = [
-        forking.Program(
-            [*script, *numbers, *([] if replication is None else [str(replication)])],
-            env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            modules=("support.streaming_apart",),
-        )
-        for rank in range(world_size)
-    ]
+    (out / "state.json").write_text(json.dumps(state))
+    told = ["-" if state is None else out / "state.json", steps, size, batch_size, replication or 1]
+    command = [sources.__file__, str(out), *map(str, told)]
+    processes = jobs.ranks([command] * world_size, modules=("support.streaming_apart",))
     errors = [process.communicate(timeout=120)[1] for process in processes]
     assert not any(process.returncode for process in processes), "\n".join(errors)[-3000:]
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world_size)]

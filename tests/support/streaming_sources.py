@@ -178,13 +178,13 @@ def make_loader(
 
 
 def main() -> None:
-    """One rank: ``python streaming_sources.py OUT STATE STEPS SIZE BATCH [REPLICATION]``."""
+    """One rank: ``python streaming_sources.py OUT STATE STEPS SIZE BATCH REPLICATION``."""
     import json
     import sys
 
-    out, state, steps, _, batch_size, *replication = sys.argv[1:]
-    options = {"replication": int(replication[0])} if replication else {}
-    rank = os.environ["RANK"]
+    out, state, steps, _, batch_size, replication = sys.argv[1:]
+    options = {} if replication == "1" else {"replication": int(replication)}
+    rank, os.environ["LOCAL_WORLD_SIZE"] = os.environ["RANK"], os.environ["WORLD_SIZE"]
     folder = f"{out}/local"  # shared by all ranks, as on one machine, which wait for each other
     dataset = Drawing(local=folder, batch_size=int(batch_size), shuffle=True, shuffle_seed=SEED, **options)
     source = StreamingDataLoader(dataset, batch_size=int(batch_size))
