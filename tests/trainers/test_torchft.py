@@ -57,7 +57,7 @@ def exact(outcome: kills.Outcome, ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("asynchronous", "ranks", "workers", "together"),
-    [(True, 1, 2, None), (False, 2, 0, None), pytest.param(True, 2, 2, 24, marks=pytest.mark.long)],
+    [(False, 2, 2, None), *(pytest.param(True, *each, marks=pytest.mark.long) for each in ((1, 2, None), (2, 2, 24)))],
 )
 def test_killed_groups_lose_and_repeat_no_sample(
     asynchronous: bool, ranks: int, workers: int, together: int | None, tmp_path: Path

@@ -25,7 +25,6 @@ import torch.distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, TensorDataset
 from torchft import Manager, ProcessGroupGloo
-from torchft.manager import WorldSizeMode
 from torchft.optim import OptimizerWrapper
 
 import midepoch
@@ -41,15 +40,11 @@ class Job:
         group, rank, ranks: the replica group, and this process in it.
         store: the path of a file in which its first rank says on which port the group's store is.
         lighthouse: its address.
-        folder: where results go, and what is saved to disk.
+        folder: where results go.
         asynchronous: the quorum.
         workers: of the DataLoader.
-        size, batch, epochs, together: the data, the batch of a rank, and ``global_batch=``.
-        pause: seconds of a step.
+        size, batch, together: the data, the batch of a rank, and ``global_batch=``.
         die: a point, and how often it is passed before this process dies there; None for never.
-        init_sync: as the Manager's.
-        spares: None, or the number of groups that count.
-        load: continue from what was saved to disk.
         sampler: None, or the number of groups for torchft's own DistributedSampler in place of `feed`.
     """
 
@@ -63,13 +58,8 @@ class Job:
     workers: int = 0
     size: int = 600
     batch: int = 4
-    epochs: int = 1
     together: int | None = None
-    pause: float = 0.02
     die: tuple[str, int] | None = None
-    init_sync: bool = True
-    spares: int | None = None
-    load: bool = False
     sampler: int | None = None
 
 
@@ -151,16 +141,15 @@ def train(job: Job) -> None:
 
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=2)), load_state_dict=load, state_dict=state,
-        min_replica_size=job.spares or 1, use_async_quorum=job.asynchronous, timeout=timedelta(seconds=10),
+        min_replica_size=1, use_async_quorum=job.asynchronous, timeout=timedelta(seconds=10),
         quorum_timeout=timedelta(seconds=30), rank=job.rank, world_size=job.ranks, store_addr="127.0.0.1",
-        store_port=store.port, lighthouse_addr=job.lighthouse, replica_id=f"group_{job.group}", init_sync=job.init_sync,
-        world_size_mode=WorldSizeMode.FIXED_WITH_SPARES if job.spares else WorldSizeMode.DYNAMIC, hostname="127.0.0.1",
+        store_port=store.port, lighthouse_addr=job.lighthouse, replica_id=f"group_{job.group}", hostname="127.0.0.1",
         quorum_retries=20,
     )  # fmt: skip
     optimizer = OptimizerWrapper(manager, Counts(counts, wrong, lambda: death("voted")))
     log = folder / f"log-{job.group}-{job.rank}-{os.getpid()}"
-    for gradient, where in (_fed if job.sampler is None else _sampled)(job, manager, optimizer, death, load):
-        time.sleep(job.pause)
+    for gradient, where in (_fed if job.sampler is None else _sampled)(job, manager, optimizer, death):
+        time.sleep(0.02)
         if job.ranks > 1:
             torch.distributed.all_reduce(gradient)
             gradient /= job.ranks
@@ -174,8 +163,6 @@ def train(job: Job) -> None:
         place = where()
         who = manager.participating_rank(), manager.num_participants()
         jobs.note(log, [manager.current_step(), done, who, [place["epoch"], place["position"]], time.time()])
-        if done and manager.participating_rank() == 0 and job.rank == 0:
-            _save(folder / "saved.pt", {"model": state(), "manager": manager.state_dict(), "data": place})
     torch.save({"counts": counts.detach(), "wrong": wrong}, folder / f"counts-{job.group}-{job.rank}.pt")
 
 
@@ -189,7 +176,7 @@ Steps = Iterator[tuple[torch.Tensor, Callable[[], Any]]]
 """The gradient of each step, and a function that says behind it where the data stand."""
 
 
-def _fed(job: Job, manager: Manager, optimizer: Any, death: Death, load: Callable[[Any], None]) -> Steps:
+def _fed(job: Job, manager: Manager, optimizer: Any, death: Death) -> Steps:
     """The steps of `feed`."""
     data: Any = DataLoader(
         TensorDataset(torch.arange(job.size)), batch_size=job.batch, shuffle=True, num_workers=job.workers
@@ -197,13 +184,8 @@ def _fed(job: Job, manager: Manager, optimizer: Any, death: Death, load: Callabl
     world = midepoch.World(job.rank, job.ranks)
     tail: Any = None if job.together else "uneven"
     batches = feed(manager, midepoch.wrap(data, seed=7, world=world, tail=tail, global_batch=job.together))
-    if job.load:
-        given = torch.load(Path(job.folder) / "saved.pt")
-        load(given["model"])
-        manager.load_state_dict(given["manager"])
-        batches.load_state_dict(given["data"])
     _watch(batches, death)
-    while batches.epoch < job.epochs:
+    while not batches.epoch:
         gradient = None
         for (ids,) in batches:
             if gradient is None:
@@ -215,7 +197,7 @@ def _fed(job: Job, manager: Manager, optimizer: Any, death: Death, load: Callabl
                 gradient = None
 
 
-def _sampled(job: Job, manager: Manager, optimizer: Any, death: Death, load: Callable[[Any], None]) -> Steps:
+def _sampled(job: Job, manager: Manager, optimizer: Any, death: Death) -> Steps:
     """The steps of torchft's own sampler in a StatefulDataLoader, whose state is saved behind each, as torchft says."""
     from torchdata.stateful_dataloader import StatefulDataLoader
     from torchft import DistributedSampler

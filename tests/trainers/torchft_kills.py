@@ -240,11 +240,10 @@ def run_job(
     outcome.kills = Counter(path.read_text() for path in folder.glob("died-*"))
     votes = [done for log in folder.glob("log-*") for _, done, *_ in jobs.noted(log)]
     outcome.steps, outcome.failed = sum(votes), len(votes) - sum(votes)
-    epochs = job.get("epochs", 1)
     weights = []
     for found in map(torch.load, folder.glob("counts-*.pt")):
         counts = found["counts"]
-        weights.append((int((counts < epochs).sum()), int((counts > epochs).sum()), int(found["wrong"])))
+        weights.append((int((counts < 1).sum()), int((counts > 1).sum()), int(found["wrong"])))
     outcome.finished = len(weights)
     if sampler and weights:  # groups end one after the other: those that ended last have seen most
         outcome.lost, outcome.repeated, _ = min(weights)
