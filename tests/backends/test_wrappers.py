@@ -242,21 +242,6 @@ def test_what_goes_on_where_it_stands_is_refused(name: str) -> None:
         midepoch.wrap(make(), seed=3)
 
 
-@pytest.mark.parametrize("name", ["kept workers", "a subclass with kept workers", "an iterator from the start"])
-def test_the_line_that_a_refusal_names_is_exact(name: str) -> None:
-    inside = "loader" if name == "kept workers" else ""
-    batches = []
-    with midepoch.wrap(REFUSED[name][0](), seed=3, inside=inside) as around:
-        for _ in range(2):
-            for batch in around:
-                batches.append(sources.plain(batch))
-                if len(batches) == BATCHES + 2:
-                    state = around.state_dict()
-    with midepoch.wrap(REFUSED[name][0](), seed=3, inside=inside) as again:
-        again.load_state_dict(state)
-        assert sources.taken(again) == batches[BATCHES + 2 :]
-
-
 WRONG_NAMES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "no such attribute": (lambda: wild.OnDevice(loader()), "loder", "has no loader there: write inside='loader'"),
     "another attribute": (lambda: wild.OnDevice(loader()), "device", "has no loader there: write inside='loader'"),

@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader
 pytest.importorskip("lightning", reason="Lightning is not installed")
 
 import lightning_elastic_job as elastic_job
+import lightning_runs
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import CHAOS, TRAIN, VALIDATION, Killed, Make, Noisy, Peeking, Recorder, Saver, fit, mapped, unknown
 
 from midepoch import MidepochWarning, StateError, UnsupportedSourceError
@@ -34,15 +35,23 @@ def chosen(calls: int) -> Iterable[int]:
     return range(1, calls + 1) if CHAOS else sorted(each for each in few if 0 < each <= calls)
 
 
+def seed(number: int) -> None:
+    for each in (random.seed, np.random.seed, torch.manual_seed):
+        each(number)
+
+
 def check_cuts(folder: Path, hook: str, train: Make, validation: Make | None = None, **settings: Any) -> int:
     """Cut at calls of `hook`, and go on; returns how many calls there are."""
     whole, counter = list[Any](), Saver(hook, 0, folder)
+    seed(1)
     fit(whole, train, validation, callbacks=(counter,), **settings)
     for at in chosen(counter.calls):
         log: list[Any] = []
         path = folder / f"{at}.ckpt"
+        seed(1)
         with pytest.raises(Killed):
             fit(log, train, validation, callbacks=(Saver(hook, at, path),), **settings)
+        seed(100 + at)
         while hook.startswith("on_validation_batch") and log[-1][0] == "validation":
             log.pop()  # it is run from its start
         fit(log, train, validation, checkpoint=path, **settings)
@@ -122,27 +131,7 @@ def test_model_checkpoint(tmp_path: Path) -> None:
         assert log == whole[step:]
 
 
-@pytest.mark.parametrize("kind", ["mapped", "unknown", "dict"])
-def test_max_steps_in_mid_epoch_and_then_more(kind: str, tmp_path: Path) -> None:
-    whole: list[Any] = []
-    fit(whole, TRAIN[kind], max_epochs=2)
-    for steps in (1, 4, 5, 6, 8):
-        log: list[Any] = []
-        path = tmp_path / "last.ckpt"
-        fit(log, TRAIN[kind], max_epochs=2, max_steps=steps).save_checkpoint(path)
-        fit(log, TRAIN[kind], checkpoint=path, max_epochs=2, max_steps=100 if steps > 4 else -1)
-        assert log == whole, steps
-
-
 # --- exceptions, and what the steps draw ------------------------------------------------------------------------------
-
-
-class SaveOnException(Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_exception(self, trainer: Any, *rest: Any) -> None:
-        trainer.save_checkpoint(self.path)
 
 
 @pytest.mark.parametrize(
@@ -154,16 +143,17 @@ def test_an_exception_in_the_middle_of_a_batch(
     kind: str, of_validation: str | None, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     data = (TRAIN[kind], None if of_validation is None else VALIDATION[of_validation])
-    whole: list[Any] = []
+    whole, checkpointing = list[Any](), {**settings, "enable_checkpointing": True}
     fit(whole, *data, **settings)
     trained = [number for number, each in enumerate(whole) if each[0] == "train"]
     for at in (trained[each - 1] for each in chosen(len(trained))):
         log: list[Any] = []
-        saving, failing = SaveOnException(tmp_path / "failed.ckpt"), functools.partial(Recorder, fail_at=at)
+        failing = functools.partial(Recorder, fail_at=at)
+        (tmp_path / "on_exception.ckpt").unlink(missing_ok=True)  # Lightning would resume from it by itself
         with pytest.raises(ValueError, match="a bad batch"):
-            fit(log, *data, callbacks=(saving,), module=failing, **settings)
+            fit(log, *data, callbacks=(lightning_runs.Keeping(tmp_path),), module=failing, **checkpointing)
         assert len(log) == at
-        fit(log, *data, checkpoint=tmp_path / "failed.ckpt", **settings)
+        fit(log, *data, checkpoint=tmp_path / "on_exception.ckpt", **settings)
         assert log == whole, at
 
 
@@ -179,25 +169,10 @@ class Drawing(Recorder):
         super().validation_step(batch, batch_idx, dataloader_idx)
 
 
-def seed(number: int) -> None:
-    for each in (random.seed, np.random.seed, torch.manual_seed):
-        each(number)
-
-
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end", "on_validation_end"])
 def test_what_the_steps_draw_goes_on(hook: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"module": Drawing, "val_check_interval": 2, "num_sanity_val_steps": 0}
-    data, whole, counter = (TRAIN["mapped"], VALIDATION["one"]), list[Any](), Saver(hook, 0, tmp_path)
-    seed(1)
-    fit(whole, *data, callbacks=(counter,), **settings)
-    for at in chosen(counter.calls):
-        log: list[Any] = []
-        seed(1)
-        with pytest.raises(Killed):
-            fit(log, *data, callbacks=(Saver(hook, at, tmp_path / "cut.ckpt"),), **settings)
-        seed(100 + at)
-        fit(log, *data, checkpoint=tmp_path / "cut.ckpt", **settings)
-        assert log == whole, at
+    assert check_cuts(tmp_path, hook, TRAIN["mapped"], VALIDATION["one"], **settings) >= 2
 
 
 def test_generators_are_left_alone_or_refused(tmp_path: Path) -> None:
