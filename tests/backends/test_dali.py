@@ -49,10 +49,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(sources.write_images(tmp_path_factory.mktemp("dali")))
 
 
-def content(batch: Any) -> str:
-    return digest(batch)
-
-
 def ids(loader: Any, batches: int | None = None) -> list[list[int]]:
     found = []
     for batch in loader:
@@ -176,7 +172,7 @@ def test_pipelines_are_ended_when_they_are_let_go(root: str) -> None:
     batches = iter(loader)
     next(batches)
     state, length = loader.state_dict(), len(loader)
-    second = content(next(batches))
+    second = digest(next(batches))
     assert ended() == [False]
     loader.load_state_dict(state)
     next(iter(loader))
@@ -184,7 +180,7 @@ def test_pipelines_are_ended_when_they_are_let_go(root: str) -> None:
     loader.close()
     assert ended() == [True, True]
     loader.load_state_dict(state)  # what the pipelines said of their readers is known
-    assert len(loader) == length and content(next(iter(loader))) == second
+    assert len(loader) == length and digest(next(iter(loader))) == second
 
 
 # --- native: what the user had, and nothing else ---------------------------------------------------------------------
@@ -202,7 +198,7 @@ def test_batches_and_lengths_are_those_of_the_bare_iterator(root: str, policy: s
         return DALIGenericIterator([made], ["label", "data", "random"], **arguments)
 
     bare = make()
-    expected = [[content(batch) for batch in bare] for _ in range(5)]
+    expected = [[digest(batch) for batch in bare] for _ in range(5)]
     loader = midepoch.wrap(make(), world=World(), shard=False)
     always = policy != "FILL" or padded  # else DALI takes an epoch's last batch partly from the next one
     for epoch, batches in enumerate(expected):
@@ -214,14 +210,14 @@ def test_batches_and_lengths_are_those_of_the_bare_iterator(root: str, policy: s
                 _ = loader.batches_left
         found = []
         for batch in loader:
-            found.append(content(batch))
+            found.append(digest(batch))
             assert loader.batches_done == (len(found) if len(found) < len(batches) or not always else 0)
         assert found == batches
     # A state from any epoch goes on in the same epoch, whatever its length.
     state = loader.state_dict()
     again = midepoch.wrap(make(), world=World(), shard=False)
     again.load_state_dict(state)
-    assert [content(batch) for batch in again] == [content(batch) for batch in bare]
+    assert [digest(batch) for batch in again] == [digest(batch) for batch in bare]
 
 
 def loader_after(loader: Any, state: dict[str, Any]) -> Any:
@@ -240,14 +236,14 @@ def test_a_pipeline_without_a_seed_takes_midepochs(root: str) -> None:
         iterator = DALIGenericIterator([unseeded(rank, ranks)], ["label", "random"], reader_name="Reader")
         return midepoch.wrap(iterator, seed=seed, world=World(rank, ranks))
 
-    first, same, other = ([content(batch) for batch in make(seed)] for seed in (5, 5, 6))
+    first, same, other = ([digest(batch) for batch in make(seed)] for seed in (5, 5, 6))
     assert first == same != other
     assert not torch.equal(*(next(iter(make(5, rank, 2)))[0]["random"] for rank in range(2))), "each rank draws its own"
     loader = make(5)
     next(iter(loader))
     resumed = make()
     resumed.load_state_dict(loader.state_dict())
-    assert [content(batch) for batch in resumed] == first[1:]
+    assert [digest(batch) for batch in resumed] == first[1:]
     with pytest.raises(StateMismatchError, match="the seed differs"):
         make(6).load_state_dict(loader.state_dict())
 

@@ -37,7 +37,7 @@ from midepoch import (
 )
 from midepoch.loader.loader import Loader
 from midepoch.state.parts import seal_detail
-from support import sources
+from support import sources, wild_sources
 
 SIZE = 22
 
@@ -371,14 +371,6 @@ class Drawing(IterableDataset[Any]):
         return ((index, random.random()) for index in random.sample(range(12), 12))
 
 
-class Around:
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self.loader
-
-
 @pytest.mark.parametrize("kind", ["indexed", "stream", "stateful", "around"])
 def test_workers_kept_before_the_wrap_are_ended(kind: str) -> None:
     def passes(early: bool) -> list[Any]:
@@ -390,9 +382,9 @@ def test_workers_kept_before_the_wrap_are_ended(kind: str) -> None:
             next(iter(source))
             workers = [psutil.Process(worker.pid) for worker in source._iterator._workers]
         shard = None if kind in ("indexed", "around") else False
-        around = kind == "around"
-        inside = "loader" if around else None
-        with midepoch.wrap(Around(source) if around else source, seed=0, shard=shard, inside=inside) as loader:
+        inside = "loader" if kind == "around" else None
+        source = wild_sources.OnDevice(source) if inside else source
+        with midepoch.wrap(source, seed=0, shard=shard, inside=inside) as loader:
             assert not psutil.wait_procs(workers, timeout=60)[1]  # torch waits for them 5 seconds, and ends them
             return [sources.taken(loader) for _ in range(2)]
 

@@ -86,7 +86,7 @@ class Laws(ResumableTests):
 
 # FFCV's readme, or what each of the processes compiles in a tenth of the time: the readme's crop is in
 # test_every_random_operation_repeats_itself and test_two_ranks_then_three_then_one_give_equal_pixels.
-load = sources.load if ALL else functools.partial(sources.load, pipelines="light", kind="raw")
+load = sources.load if ALL else sources.quick_load
 
 
 class TestRandom(Laws):

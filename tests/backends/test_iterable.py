@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
 from midepoch import MidepochError, MidepochWarning, SourceError, StateError, UnsupportedSourceError, World
 from midepoch.loader.loader import Loader
-from support import sources
+from support import law_sources, sources, transparent_sources
 
 
 class Stated(IterableDataset[Any]):
@@ -236,28 +236,14 @@ def test_a_stream_that_gives_other_than_its_length_is_named(says: int, expected:
 # --- what is refused ---
 
 
-class OwnIterator:
-    """Starts over in __iter__, so it is no one-way iterator although it has __next__."""
-
-    def __iter__(self) -> OwnIterator:
-        self.place = 0
-        return self
-
-    def __next__(self) -> int:
-        self.place += 1
-        if self.place > 4:
-            raise StopIteration
-        return self.place
-
-
 def test_what_cannot_be_restarted_is_refused_with_the_cure() -> None:
     for one_way in (iter([1]), (n for n in [1]), map(int, "12"), zip([1], [2], strict=True), reversed([1])):
         with pytest.raises(UnsupportedSourceError, match=r"wrap the function that makes it.*lambda"):
             midepoch.wrap(one_way)
     with Path(__file__).open() as file, pytest.raises(UnsupportedSourceError, match="wrap the function"):
         midepoch.wrap(file)
-    loader = midepoch.wrap(OwnIterator(), seed=5)
-    assert sources.taken(loader) == sources.taken(loader) == [1, 2, 3, 4]
+    loader = midepoch.wrap(transparent_sources.Restarts(), seed=5)  # which has __next__, and is no one-way iterator
+    assert sources.taken(loader) == sources.taken(loader) == [[number] for number in range(1, 15)]
 
 
 @pytest.mark.parametrize(
@@ -279,18 +265,6 @@ def test_what_is_no_source_is_refused(source: Any, named: str) -> None:
 # --- who divides a stream ---
 
 
-class ByRank(IterableDataset[int]):
-    """Divides itself by rank, as torch's docs teach."""
-
-    def __init__(self, length: int, rank: int, world_size: int) -> None:
-        self.length, self.rank, self.world_size = length, rank, world_size
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        share, shares = (0, 1) if info is None else (info.id, info.num_workers)
-        return iter(range(self.rank + self.world_size * share, self.length, self.world_size * shares))
-
-
 def test_shard_has_to_be_said_where_there_is_something_to_divide() -> None:
     for make in (
         lambda: midepoch.wrap(DataLoader(sources.Stream(9), num_workers=2)),
@@ -310,12 +284,12 @@ def test_a_stream_divided_twice_among_workers_is_named() -> None:
 def test_a_stream_divided_twice_among_ranks_is_named() -> None:
     """Found at once where the stream has a length, and else when one state reaches all ranks."""
 
-    class Sized(ByRank):
+    class Sized(law_sources.Stream):
         def __len__(self) -> int:
-            return self.length
+            return len(self.samples)
 
-    def make(rank: int, kind: type[ByRank] = ByRank) -> Loader:
-        return midepoch.wrap(kind(16, rank, 2), seed=5, shard=True, world=World(rank, 2))
+    def make(rank: int, kind: type[law_sources.Stream] = law_sources.Stream) -> Loader:
+        return midepoch.wrap(kind(16, rank, 2, divides=True), seed=5, shard=True, world=World(rank, 2))
 
     with pytest.raises(SourceError, match=r"ended after 8 units, but its len\(\) is 16.*shard=False"):
         sources.taken(make(0, Sized))

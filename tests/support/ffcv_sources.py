@@ -172,6 +172,10 @@ def load(
     return midepoch.wrap(loader, seed=seed, world=midepoch.World(rank, world_size), tail=tail)
 
 
+quick_load = functools.partial(load, pipelines="light", kind="raw")
+"""What a process compiles in a tenth of the time."""
+
+
 def identify(batch: Any) -> list[int]:
     return [int(label) for label in batch[1].reshape(len(batch[1]), -1)[:, 0]]
 
