@@ -36,8 +36,8 @@ from midepoch.adapters.dali.sizes import Sizes, jpeg_size
 from midepoch.errors import SourceError, StateError, StateMismatchError
 from midepoch.errors import UnsupportedSourceError as Unsupported
 from midepoch.testing import check_resumable, digest
+from support import commands
 from support import dali_sources as sources
-from support import forking
 from support.dali_sources import draws, identify, native, sampled
 
 EXAMPLES = ROOT / "examples"
@@ -802,8 +802,7 @@ def test_device_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_examples(name: str) -> None:
     path = EXAMPLES / name
     assert len(path.read_text().splitlines()) <= 60
-    done = forking.run([path], modules=["nvidia.dali"], check=True)
-    assert "bit for bit" in done.stdout
+    assert "bit for bit" in commands.script(path)
 
 
 # --- on a GPU --------------------------------------------------------------------------------------------------------

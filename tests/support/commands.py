@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import runpy
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,3 +44,14 @@ def run(*arguments: str | Path, folder: Path | None = None, terminal: bool = Fal
             except SystemExit as end:
                 status = end.code or 0
     return Done(status, stdout.getvalue(), stderr.getvalue())
+
+
+def script(path: Path, *arguments: str | Path) -> str:
+    """What a script prints, which is run as the main program."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(sys, "argv", [str(path), *map(str, arguments)])
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, printed.getvalue()
+    return printed.getvalue()
