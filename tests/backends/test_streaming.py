@@ -178,22 +178,6 @@ def test_what_is_drawn_comes_again_on_any_number_of_workers(options: dict[str, A
             assert [drawn(loader), drawn(loader)] == [epochs[0][cut:], epochs[1]]
 
 
-def test_another_batch_size_goes_on_with_the_same_samples() -> None:
-    def samples(batches: list[dict[str, list[Any]]]) -> list[tuple[int, list[float]]]:
-        return [pair for batch in batches for pair in zip(batch["number"], batch["drawn"], strict=True)]
-
-    whole = samples(drawn(make(kind=sources.Drawing)))
-    for cut, batch_size in ((1, 4), (2, 1), (4, 5)):
-        loader = make(kind=sources.Drawing)
-        head = drawn(loader, cut)
-        with resumed(loader.state_dict(), kind=sources.Drawing, batch_size=batch_size, num_workers=2) as loader:
-            assert loader.batches_left == -(-(sources.SIZE - cut * sources.BATCH) // batch_size)
-            assert samples(head + drawn(loader)) == whole
-            state = loader.state_dict()
-        with resumed(state, kind=sources.Drawing) as loader:
-            assert loader.epoch == 1 and samples(drawn(loader)) != whole
-
-
 @given(
     canonical=st.sampled_from([1, 2, 4, 12]),
     nodes=st.sampled_from([1, 2, 4]),
@@ -623,6 +607,7 @@ def test_the_example() -> None:
 class TestStreaming(ResumableTests):
     make_loader = staticmethod(sources.make_loader)
     identify: ClassVar[Any] = staticmethod(sources.identify)
+    draws: ClassVar[Any] = staticmethod(sources.draws)
     world_sizes = (1,)
     shuffled = True
     # Each dataset of a machine looks through the shared memory of all that were made before it, and keeps it open.

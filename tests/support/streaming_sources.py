@@ -94,18 +94,6 @@ def a_copy(size: int) -> str:
     return folder
 
 
-class Logging(StreamingDataset):
-    """Writes down which samples are read."""
-
-    def __init__(self, read_log: str, **keywords: Any) -> None:
-        super().__init__(**keywords)
-        self.read_log = read_log
-
-    def __getitem__(self, at: Any) -> Any:
-        log_read(self.read_log, int(at))
-        return super().__getitem__(at)
-
-
 class Failing(StreamingDataset):
     """Fails at one sample as long as a file is there."""
 
@@ -133,6 +121,18 @@ class Drawing(StreamingDataset):
             self.late = random.Random()
         drawn = [random.random(), np.random.rand(), float(torch.rand(())), self.generator.random(), self.late.random()]
         return {**super().__getitem__(at), "drawn": np.array(drawn)}
+
+
+class Logging(Drawing):
+    """Writes down which samples are read."""
+
+    def __init__(self, read_log: str, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.read_log = read_log
+
+    def __getitem__(self, at: Any) -> Any:
+        log_read(self.read_log, int(at))
+        return super().__getitem__(at)
 
 
 def mix(samples: list[Any]) -> Any:
@@ -169,11 +169,17 @@ def bare(
     )
 
 
+def draws(batch: Any) -> list[tuple[float, ...]]:
+    return [tuple(row) for row in batch["drawn"].tolist()]
+
+
 def make_loader(
-    num_workers: int = 0, seed: int | None = SEED, size: int = SIZE, read_log: str | None = None
-) -> midepoch.StatefulIterable:
+    num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED, size: int = SIZE,
+    read_log: str | None = None,
+) -> midepoch.StatefulIterable:  # fmt: skip
     """For the laws, in a world of one: Streaming takes its world from the environment."""
-    source = bare(size, num_workers=num_workers, seed=SEED if seed is None else seed, read_log=read_log)
+    seed_of_it = SEED if seed is None else seed
+    source = bare(size, batch_size, num_workers=num_workers, seed=seed_of_it, read_log=read_log, kind=Drawing)
     return midepoch.wrap(source, seed=seed)
 
 
