@@ -311,6 +311,55 @@ def fastest_of_each(makers: dict[str, Callable[[], Iterable[Any]]], rounds: int,
     return times
 
 
+class Images(Dataset[Any]):
+    """Small images in memory, with their labels, half of them flipped; with torch's numbers they are cropped too.
+
+    Args:
+        draws: from which generator: "python", "numpy" or "torch".
+        seeds: the generator is seeded for each image, by the call that takes least.
+    """
+
+    def __init__(self, draws: str, seeds: bool) -> None:
+        self.images = torch.randint(0, 256, (100 * 64, 3, 32, 32), dtype=torch.uint8)
+        self.labels = torch.randint(0, 10, (len(self.images),)).tolist()
+        self.draw, self.crops = DRAWS[draws], draws == "torch"
+        python: Any = super(random.Random, random._inst)
+        numpy: Any = np.random.mtrand._rand
+        seeding = {"python": python.seed, "numpy": numpy.seed, "torch": torch.default_generator.manual_seed}
+        self.seed: Callable[[int], object] | None = seeding[draws] if seeds else None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Any:
+        if self.seed is not None:
+            self.seed(index)
+        image = self.images[index]
+        if self.crops:
+            top, left = torch.randint(0, 5, (2,)).tolist()
+            image = image[:, top : top + 28, left : left + 28]
+        return image.flip(-1) if self.draw() < 0.5 else image, self.labels[index]  # type: ignore[operator]
+
+
+def images(rounds: int) -> None:
+    """What seeding costs, beside what it cannot cost less than: the bare calls, made in the dataset itself."""
+    print(f"\nImages in memory, each of 100 batches of 64 in the fastest of {4 * rounds} rounds:\n")
+    print("| | plain, µs a batch | wrapped / plain | plain, with the bare call for each image / plain |")
+    print("|---|---|---|---|")
+    for draws in DRAWS:
+        dataset, seeded = Images(draws, False), Images(draws, True)
+        makers: dict[str, Callable[[], Iterable[Any]]] = {
+            "plain": functools.partial(DataLoader, dataset, 64, shuffle=True),
+            "wrapped": lambda dataset=dataset: midepoch.wrap(DataLoader(dataset, 64, shuffle=True)),  # type: ignore[misc]
+            "bare": functools.partial(DataLoader, seeded, 64, shuffle=True),
+        }
+        times = fastest_of_each(makers, 4 * rounds, 100)
+        took = {name: float(each[_FIRST:].mean()) for name, each in times.items()}
+        wrapped, bare = (took[name] / took["plain"] for name in ("wrapped", "bare"))
+        name = "cropped and flipped" if draws == "torch" else "flipped"
+        print(f"| {name} by {draws} | {took['plain']:.0f} | {wrapped:.3f} | {bare:.3f} |")
+
+
 def then(rounds: int, batches: int) -> None:
     """What `then=` costs, over calling the same function in the loop."""
     inside = functools.partial(plain, batches, 4, 0, False)
@@ -480,6 +529,7 @@ def main() -> None:
         f"({processor()}), {gigabytes:.0f} GiB of memory; medians of {arguments.rounds} alternated rounds\n"
     )
     overhead(arguments.rounds, arguments.batches)
+    images(arguments.rounds)
     resume(20 * arguments.rounds)
     state()
     summary(arguments.rounds)

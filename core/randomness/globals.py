@@ -5,9 +5,9 @@ global bit generator is replaced by one of ours instead. That loses the second o
 saved apart.
 
 A stamp tells whether a generator was used: it is its state, or a part that each use changes. Saving python's state
-takes 9 microseconds, so 32 bytes are read from where CPython keeps it. This way, the part that is taken of torch's
-state, and the way to save numpy's pair are tried once in a process, on other generators of these types. What fails is
-done by public calls alone. It assumes that one thread uses it at a time.
+takes 9 microseconds, so 32 bytes are read from where CPython keeps it, and as many of numpy's. This way, the part that
+is taken of torch's state, and the way to save numpy's pair are tried once in a process, on other generators of these
+types. What fails is done by public calls alone. It assumes that one thread uses it at a time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class GlobalGenerators:
         self._torch = torch.default_generator
         self._python_words = _python_words(self._python) if light and _python_is_known() else random.getstate
         self._numpy_words = _numpy_words(self._ours) if light and _numpy_is_known() else self._state_of_ours
-        self._torch_size = _START if light and _torch_is_known() else len(self._torch.get_state())
+        size = _START if light and _torch_is_known() else len(self._torch.get_state())
+        self._start_of: Any = (ctypes.c_char * size).from_address
         self._no_engine = _no_engine() if light and _pair_is_known() else None
         self.rest_at(0)
         self.at: Stamp = self.stamp()  # with which the generators were taken over, or were last noted
@@ -67,12 +68,12 @@ class GlobalGenerators:
 
     def rest_at(self, key: int) -> None:
         """Take this key for the state at rest, from the next `take_over` or `stay` on."""
-        numpy, engine = np.random.MT19937(key), torch.Generator().manual_seed(key & TORCH_KEYS).get_state()
-        self._rest_key, self._rest = key, (numpy.state, engine)
-        self._ours.state = numpy.state
+        numpy, engine = np.random.MT19937(key).state, torch.Generator().manual_seed(key & TORCH_KEYS).get_state()
+        self._rest_key, self._rest = key, (numpy, engine)
+        self._ours.state = numpy
         self._python_rest: Any = None  # the stamps at rest
         self._numpy_rest = self._numpy_words()
-        self._torch_rest = ctypes.string_at(engine.data_ptr(), self._torch_size)
+        self._torch_rest = self._start_of(engine.data_ptr()).raw
 
     def seeding(self, seeded: Collection[str]) -> Callable[[int], None]:
         """What seeds some of them with a 64-bit key. It is called for each sample."""
@@ -95,7 +96,7 @@ class GlobalGenerators:
         """The stamp as it is now."""
         engine = self._torch.get_state()
         python = self._python_words(), self._python.gauss_next
-        return python, self._numpy_words(), ctypes.string_at(engine.data_ptr(), self._torch_size)
+        return python, self._numpy_words(), self._start_of(engine.data_ptr()).raw
 
     def take_over(self, seeded: Collection[str]) -> None:
         """Save the caller's states, and put numpy's and torch's generator at rest that will not be `seeded`."""
@@ -149,18 +150,18 @@ class GlobalGenerators:
 # A Mersenne Twister's index returns to the same value after 624 words, but by then all words of its state are new.
 
 
-def _memory(address: int, size: int) -> Callable[[], bytes]:
-    return memoryview((ctypes.c_char * size).from_address(address)).cast("B").tobytes
+def _memory(address: int) -> Callable[[], bytes]:
+    return memoryview((ctypes.c_char * 32).from_address(address)).cast("B").tobytes
 
 
 def _python_words(generator: Any) -> Callable[[], bytes]:
     """In CPython: ``struct { PyObject_HEAD int index; uint32_t state[624]; }``."""
-    return _memory(id(generator) + object.__basicsize__, 32)
+    return _memory(id(generator) + object.__basicsize__)
 
 
 def _numpy_words(bits: Any) -> Callable[[], bytes]:
-    """At the address that numpy states: ``struct { uint32_t key[624]; int pos; }``."""
-    return _memory(bits.ctypes.state_address, 4 * _WORDS + 4)
+    """At the address that numpy states: ``struct { uint32_t key[624]; int pos; }``, of which the end is read."""
+    return _memory(bits.ctypes.state_address + 4 * (_WORDS - 7))
 
 
 def _no_engine() -> Any:
@@ -194,7 +195,7 @@ def _numpy_is_known() -> bool:
     """Whether a bit generator's state is where `_numpy_words` reads it."""
     bits = np.random.MT19937(1)
     state: Any = bits.state["state"]
-    return bool(_numpy_words(bits)() == state["key"].tobytes() + struct.pack("i", state["pos"]))
+    return bool(_numpy_words(bits)() == state["key"][-7:].tobytes() + struct.pack("i", state["pos"]))
 
 
 @functools.cache
