@@ -174,8 +174,8 @@ def draws(batch: Any) -> list[tuple[float, ...]]:
 
 
 def make_loader(
-    num_workers: int = 0, batch_size: int = BATCH, seed: int | None = SEED, size: int = SIZE,
-    read_log: str | None = None,
+    num_workers: int = 0, seed: int | None = SEED, size: int = SIZE, read_log: str | None = None,
+    batch_size: int = BATCH,
 ) -> midepoch.StatefulIterable:  # fmt: skip
     """For the laws, in a world of one: Streaming takes its world from the environment."""
     seed_of_it = SEED if seed is None else seed
