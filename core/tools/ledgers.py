@@ -67,9 +67,8 @@ class Stretch(dict[str, Any]):
         for number in {*range(begin, begin + micro), share.full_steps}:  # the last may repeat the epoch's first
             times = (number - self["batch"]) // self["each"]
             for rank in range(self["world_size"]) if 0 <= times < len(self.steps) else ():
-                weight = self.share(rank).weight(number)
-                for start, stop in self.pieces(rank, number) if weight else ():
-                    if start <= position < stop:
+                for start, stop in self.pieces(rank, number):
+                    if start <= position < stop and self.share(rank).weight(number):
                         yield self.steps[times], rank
 
 

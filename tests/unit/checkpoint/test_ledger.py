@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -12,29 +13,19 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch import MidepochWarning, Snapshot, SnapshotError
 from midepoch.checkpoint.files import SnapshotFile
 from midepoch.checkpoint.ledger import ledger_path, seal
 from midepoch.tools.ledgers import read_ledger
+from support import sources
 from support.ledger_jobs import Job, Seen, sights, told
 
 
-class Numbers(Dataset[int]):
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 def source(size: int, batch_size: int, drop_last: bool, order: str) -> Any:
-    data = Numbers(size)
+    data = sources.Indices(size)
     if order == "windowed":
         sampler: Any = midepoch.ResumableSampler(size, shuffle=midepoch.order.Windowed(size, 3, 2))
     elif order == "endless":
@@ -110,7 +101,7 @@ def test_it_says_what_any_history_of_a_run_has_seen(data: st.DataObject) -> None
 
 
 def shuffled(size: int = 22) -> DataLoader[int]:
-    return DataLoader(Numbers(size), 4, shuffle=True)
+    return DataLoader(sources.Indices(size), 4, shuffle=True)
 
 
 def three_starts(path: Path) -> Seen:
@@ -265,34 +256,12 @@ def test_a_run_goes_on_where_its_ledger_has_lost_lines(kept: int, tmp_path: Path
         read_ledger(path).at(15)
 
 
-def test_two_runs_that_went_on_from_one_snapshot(tmp_path: Path) -> None:
-    """One has the other's ledger."""
-    seen: dict[str, Seen] = {}
-    three_starts(tmp_path / "a" / "snapshot.pt")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    for ranks, name in enumerate("ab", 1):
-        seen[name] = {}
-        job = Job(tmp_path / name / "snapshot.pt", shuffled, ranks, seen[name], seed=1)
-        for _ in range(4):
-            job.step()
-        job.leave()
-        job.step()
-        job.snapshot.save()
+def test_another_runs_ledger_is_told(tmp_path: Path) -> None:
+    seen = {run: three_starts(tmp_path / run / "snapshot.pt") for run in "ab"}
     shutil.rmtree(tmp_path / "a" / "snapshot.pt.ledger")
     shutil.copytree(tmp_path / "b" / "snapshot.pt.ledger", tmp_path / "a" / "snapshot.pt.ledger")
-    ledger = read_ledger(tmp_path / "a")
-    with pytest.raises(SnapshotError, match=r"does not say what step 21 .*cannot be read"):
-        ledger.at(21)
-    assert told(ledger, only=25)[25] == seen["a"][25], "which its own snapshot says"
-
-
-def test_a_start_without_a_ledger_says_that_it_ends(tmp_path: Path) -> None:
-    three_starts(tmp_path / "snapshot.pt")
-    with (
-        Snapshot(tmp_path / "snapshot.pt", data=midepoch.wrap(shuffled(), seed=1), signals=()) as snapshot,
-        pytest.warns(MidepochWarning, match=r"the ledger of .* ends here: pass ledger=True"),
-    ):
-        snapshot.load()
+    assert "cannot be read" in read_ledger(tmp_path / "a").problems[0]
+    assert agrees(tmp_path / "a" / "snapshot.pt", seen["a"]) == 4, "which its own snapshot says"
 
 
 def test_a_snapshot_that_says_nonsense_of_its_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,18 +346,6 @@ def test_which_loaders_a_step_was_trained_on(body: Any, one: Any, two: Any, line
     assert len(read_ledger(tmp_path).lines) == lines
 
 
-def test_a_loader_that_a_later_start_does_not_read(tmp_path: Path) -> None:
-    for read in (("one", "two"), ("two",)):
-        loaders = {name: midepoch.wrap(shuffled(), seed=1) for name in ("one", "two")}
-        with Snapshot(tmp_path / "snapshot.pt", ledger=True, signals=(), parts=loaders) as snapshot:
-            snapshot.load()
-            for _ in zip(range(3), *(loaders[name] for name in read), strict=False):
-                snapshot.step()
-            snapshot.save()
-    told_of = [{each["loader"] for each in read_ledger(tmp_path).at(step)} for step in range(1, 7)]
-    assert told_of == [{"one", "two"}] * 3 + [{"two"}] * 3
-
-
 def test_a_source_that_cannot_be_computed_is_told_at_once(tmp_path: Path) -> None:
     def body(snapshot: Snapshot, data: Any) -> None:
         for _ in snapshot.epochs(2):
@@ -423,52 +380,36 @@ def test_a_step_of_more_batches_than_are_remembered_is_not_told(tmp_path: Path) 
         told(read_ledger(tmp_path), only=2)
 
 
-def test_what_was_finished_out_of_order_is_left_out(tmp_path: Path) -> None:
-    """Until then, steps are told what was handed out."""
-    given: list[list[int]] = []
-    for start in range(2):
-        loader = midepoch.wrap(shuffled(), seed=1)
-        with Snapshot(tmp_path / "snapshot.pt", ledger=True, signals=(), data=loader) as snapshot:
-            assert snapshot.load() is bool(start)
-            tickets, batches = [], iter(loader)
-            for _ in range(4):
-                given.append(next(batches).tolist())
-                tickets.append(loader.ticket)
-                snapshot.step()
-            for number in (2, 0) if start == 0 else (0, 1, 2, 3):
-                loader.finish(tickets[number])
-            snapshot.save()
-    seen = told(read_ledger(tmp_path))
-    assert [seen[step][0] for step in range(1, 9)] == [[batch] for batch in given]
-    assert given[4:6] == [given[1], given[3]], "what was not finished came again"
-    assert read_ledger(tmp_path).at(5)[0]["omit"]
-
-
-def test_padding_repeats_what_was_finished_out_of_order(tmp_path: Path) -> None:
-    loader = midepoch.wrap(DataLoader(Numbers(22), 1, shuffle=True), seed=1, tail="pad")
+def test_what_was_finished_out_of_order_is_left_out_or_repeated(tmp_path: Path) -> None:
+    """Steps are told what was handed out to them, also where it is not finished, or where it pads."""
+    loader = midepoch.wrap(DataLoader(sources.Indices(22), 1, shuffle=True), seed=1, tail="pad")
+    tickets, seen = [], Seen()
     with Snapshot(tmp_path / "snapshot.pt", ledger=True, signals=(), data=loader) as snapshot:
-        tickets = []
-        for _ in zip(range(2), loader, strict=False):
+        for _, batch in zip(range(4), loader, strict=False):
             tickets.append(loader.ticket)
             snapshot.step()
-        loader.finish(tickets[1])
+            seen[snapshot.steps] = {0: [batch.tolist()]}
+        loader.finish(tickets[2])
         snapshot.save()
-    job = Job(tmp_path / "snapshot.pt", shuffled, 4, {}, seed=1, tail="pad")
+    job = Job(tmp_path / "snapshot.pt", shuffled, 4, seen, seed=1, tail="pad")
     while job.loader.epoch == 0:
         job.step()
     job.snapshot.save()
     ledger = read_ledger(tmp_path)
-    assert {step: each for step, each in told(ledger).items() if step > 2} == job.seen
+    assert told(ledger) == job.seen and ledger.at(5)[0]["omit"]
+    assert [seen[step][0][0][0] for step in (1, 2, 4)] == seen[5][0][0][:3], "what was not finished came again"
     assert sum(len(batches[0]) for batches in job.seen[job.snapshot.steps].values()) == 8, "three are repeated"
     for index in range(22):
         given = [(step, rank) for step, ranks in job.seen.items() for rank, (batch,) in ranks.items() if index in batch]
-        assert [each for each in sights(ledger, index) if each[0] > 2] == given
+        assert sights(ledger, index) == given
 
 
 def test_a_ledger_may_begin_late_and_pause(tmp_path: Path) -> None:
-    for keeps in (False, True, False, True):
+    ends: list[Any] = [contextlib.nullcontext() for _ in range(4)]
+    ends[2] = pytest.warns(MidepochWarning, match=r"the ledger of .* ends here: pass ledger=True")
+    for keeps, warns in zip((False, True, False, True), ends, strict=True):
         loader = midepoch.wrap(shuffled(), seed=1)
-        with Snapshot(tmp_path / "snapshot.pt", ledger=keeps, signals=(), data=loader) as snapshot:
+        with Snapshot(tmp_path / "snapshot.pt", ledger=keeps, signals=(), data=loader) as snapshot, warns:
             snapshot.load()
             batches = iter(loader)
             for _ in range(2):
