@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import errno
 import gc
 import hashlib
 import http.server
+import io
+import itertools
 import os
 import random
 import re
@@ -57,99 +61,48 @@ def read_only(folder: Path, yes: bool = True) -> None:
 
 # --- reads of local files ---
 
-_SHIM = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
-#include <stdatomic.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/types.h>
-#include <sys/uio.h>
-#include <time.h>
-#include <unistd.h>
+@contextlib.contextmanager
+def reads(folder: Path, fault: str, every: int) -> Iterator[None]:
+    """Of so many reads of files in a folder one fails ("eio"), or gives half of what was asked for ("short").
 
-/* FAULT_PATH: part of the paths that are meant; FAULT_WHEN: a file that says which fault there is, and at which of so
-   many reads: "eio 3". Without that file there is none. */
-static atomic_int reads, faults;
+    Workers that are forked meanwhile have the same faults.
+    """
+    count, opened = itertools.count(1), open
 
-static char fault_of(int file, long *pause) {
-    const char *part = getenv("FAULT_PATH"), *when = getenv("FAULT_WHEN");
-    char link[64], path[4096], kind[16];
-    int every;
-    if (!part || !when) return 0;
-    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
-    ssize_t length = readlink(link, path, sizeof path - 1);
-    if (length < 0) return 0;
-    path[length] = 0;
-    if (!strstr(path, part)) return 0;
-    FILE *said = fopen(when, "r");
-    if (!said) return 0;
-    int fields = fscanf(said, "%15s %d", kind, &every);
-    fclose(said);
-    if (fields != 2 || atomic_fetch_add(&reads, 1) % every != every - 1) return 0;
-    *pause = strcmp(kind, "slow") ? 0 : 20000000;
-    return kind[0] == 'e' && kind[1] == 'i' && kind[2] == 'n' ? 'i' : kind[0];  /* eio, eintr, short, slow */
-}
+    def strikes(file: int) -> bool:
+        if not Path(f"/proc/self/fd/{file}").readlink().is_relative_to(folder) or next(count) % every:
+            return False
+        if fault == "eio":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return True
 
-#define FAULTY(call, shorter)                                       \
-    int saved = errno;                                              \
-    long pause = 0;                                                 \
-    char kind = fault_of(file, &pause);                             \
-    errno = saved;                                                  \
-    if (kind == 'e') { errno = EIO; return -1; }                    \
-    if (kind == 'i') { errno = EINTR; return -1; }                  \
-    if (pause) { struct timespec t = {0, pause}; nanosleep(&t, 0); } \
-    else if (kind == 's') { shorter; }                              \
-    return call;
+    class Raw(io.FileIO):
+        read = io.RawIOBase.read  # type: ignore[assignment]  # which calls `readinto`
+        readall = io.RawIOBase.readall
 
-#define REAL(name) \
-    static __typeof__(name) *real; \
-    if (!real) real = dlsym(RTLD_NEXT, #name);
+        def readinto(self, buffer: Any) -> int:
+            view = memoryview(buffer).cast("B")
+            return super().readinto(view[: max(1, len(view) // 2)] if strikes(self.fileno()) else view)
 
-ssize_t read(int file, void *to, size_t count) {
-    REAL(read)
-    FAULTY(real(file, to, count), if (count > 1) count = count / 2)
-}
-ssize_t pread(int file, void *to, size_t count, off_t at) {
-    REAL(pread)
-    FAULTY(real(file, to, count, at), if (count > 1) count = count / 2)
-}
-ssize_t pread64(int file, void *to, size_t count, off64_t at) {
-    REAL(pread64)
-    FAULTY(real(file, to, count, at), if (count > 1) count = count / 2)
-}
-size_t fread(void *to, size_t size, size_t count, FILE *stream) {
-    REAL(fread)
-    int file = fileno(stream);
-    long pause = 0;
-    if (fault_of(file, &pause) == 'e') { errno = EIO; return 0; }
-    return real(to, size, count, stream);
-}
-ssize_t preadv64v2(int file, const struct iovec *to, int parts, off64_t at, int flags) {
-    REAL(preadv64v2)
-    struct iovec first = to[0];
-    FAULTY(real(file, kind ? &first : to, kind ? 1 : parts, at, flags), if (first.iov_len > 1) first.iov_len /= 2)
-}
-ssize_t preadv64(int file, const struct iovec *to, int parts, off64_t at) {
-    REAL(preadv64)
-    struct iovec first = to[0];
-    FAULTY(real(file, kind ? &first : to, kind ? 1 : parts, at), if (first.iov_len > 1) first.iov_len /= 2)
-}
-"""
+    def open_(path: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        if mode == "rb" and str(path).startswith(str(folder)):
+            return io.BufferedReader(Raw(path))
+        return opened(path, mode, *arguments, **options)
 
+    def pread(file: int, size: int, start: int) -> bytes:
+        return os_pread(file, max(1, size // 2) if strikes(file) else size, start)
 
-def shim(folder: Path) -> dict[str, str]:
-    """The environment of a process whose reads can be made to fail; the file `folder`/when says how."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler, with which reads are made to fail: apt-get install gcc")
-    source, library = folder / "shim.c", folder / "shim.so"
-    if not library.exists():
-        source.write_text(_SHIM)
-        subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
-    return {"LD_PRELOAD": str(library), "FAULT_WHEN": str(folder / "when")}
+    def preadv(file: int, buffers: Any, start: int, *flags: int) -> int:
+        first = memoryview(buffers[0])
+        return os_preadv(file, [first[: max(1, len(first) // 2)]] if strikes(file) else buffers, start, *flags)
+
+    os_pread, os_preadv = os.pread, os.preadv
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, faulty in (
+            (io, "open", open_), (builtins, "open", open_), (os, "pread", pread), (os, "preadv", preadv),
+        ):  # fmt: skip
+            patch.setattr(module, name, faulty)
+        yield
 
 
 # --- a server of objects that is out of order ---
@@ -317,11 +270,3 @@ def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> bool:
             return False
         time.sleep(0.02)
     return True
-
-
-def run_self(file: str, *arguments: str, environment: dict[str, str] | None = None) -> Any:
-    """A test's own program, in a new process."""
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", file, *arguments],
-        env={**os.environ, **(environment or {})}, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
