@@ -2,9 +2,9 @@
 
 ``python tests/jobs/chaos.py --backend dataloader --kills 500 --seed 1`` trains under torchrun's own agent, launched
 from a process that has imported everything, so that a start takes half a second. Each launch has another number of
-ranks and of workers; whoever is hit, and how, and in which part of the work, is drawn. What each rank received is
-written down step by step. A job must end with every sample of every epoch exactly once, with the same bits as in the
-undisturbed run, and with the same sum over all of them in the model that went through the snapshots.
+ranks and of workers; whoever is hit, how and when, is drawn. What each rank received is written down step by step. A
+job must end with every sample of every epoch exactly once, with the same bits as in the undisturbed run, and with the
+same sum over all of them in the model that went through the snapshots.
 """
 
 from __future__ import annotations
@@ -220,30 +220,24 @@ BACKENDS = {
 
 # --- training --------------------------------------------------------------------------------------------------------
 
-PARTS = ("starting", "building", "loading", "in a batch", "between batches", "saving")
 _RANKS = max(max(backend.worlds) for backend in BACKENDS.values())
 
 
 class Board:
-    """What ranks tell whoever hits them, in memory that all share: each its process, its part of the work, its step."""
+    """What ranks tell whoever hits them, in memory that all share: each its process and its step, 0 as it starts."""
 
     def __init__(self) -> None:
-        self._numbers = np.frombuffer(mmap.mmap(-1, 8 * 3 * _RANKS), np.int64).reshape(_RANKS, 3)
+        self._numbers = np.frombuffer(mmap.mmap(-1, 8 * 2 * _RANKS), np.int64).reshape(_RANKS, 2)
 
     def clear(self) -> None:
         self._numbers[:] = 0
 
-    def tell(self, rank: int, part: str, step: int = 0) -> None:
-        self._numbers[rank, 1:] = PARTS.index(part), step
-        self._numbers[rank, 0] = os.getpid()
+    def tell(self, rank: int, step: int = 0) -> None:
+        self._numbers[rank] = os.getpid(), step
 
-    def parts(self) -> dict[int, tuple[int, str, int]]:
-        """Of each rank that has begun."""
-        return {
-            rank: (pid, PARTS[part], step)
-            for rank, (pid, part, step) in enumerate(self._numbers.tolist())
-            if pid and Path(f"/proc/{pid}").exists()
-        }
+    def steps(self) -> dict[int, int]:
+        """Of each process that has begun."""
+        return {pid: step for pid, step in self._numbers.tolist() if pid and Path(f"/proc/{pid}").exists()}
 
 
 class Model(torch.nn.Module):
@@ -268,30 +262,26 @@ def train(backend: Backend, data: Path, folder: Path, workers: int, board: Board
     torch.set_num_threads(1)
     world = midepoch.World.current()
     rank = world.rank
-    board.tell(rank, "starting")
+    board.tell(rank)
     distributed = "WORLD_SIZE" in os.environ
     if distributed:
         torch.distributed.init_process_group("gloo")
     log = folder / f"log-{time.time_ns()}-{os.getpid()}"
-    board.tell(rank, "building")
     source = backend.source(data, GLOBAL_BATCH // world.world_size, world.world_size, workers)
     loader = midepoch.wrap(source, seed=backend.seed)
     model = Model()
     snapshot = midepoch.Snapshot(folder / "snapshot.pt", every=EVERY, model=model, data=loader)
-    board.tell(rank, "loading")
     try:
         snapshot.load()
         while loader.epoch < EPOCHS:
             for batch in loader:
                 step = snapshot.steps + 1
-                board.tell(rank, "in a batch", step)
+                board.tell(rank, step)
                 samples = backend.samples(batch)
                 jobs.note(log, {"step": step, "rank": rank, "ranks": world.world_size, "samples": samples})
                 time.sleep(0.003)
                 model.learn(samples, step)
-                board.tell(rank, "saving" if step % EVERY == 0 else "between batches", step)
                 snapshot.step()
-                board.tell(rank, "between batches", step)
         jobs.note(log, {"total": int(model.total), "steps": snapshot.steps})
     except SystemExit:
         # Torchrun's processes just end. A function that returns waits for what the agent says, and no signal ends that.
@@ -332,8 +322,6 @@ FAULTS = (
     "SIGKILL to the agent, later to its ranks", "SIGTERM to the agent", "SIGKILL to the machine",
 )  # fmt: skip
 _WEIGHTS = (6, 3, 3, 3, 2, 2, 3)
-_SECONDS = {"starting": 0.1, "building": 0.1, "loading": 0.01, "in a batch": 0.008, "between batches": 0.002,
-            "saving": 0.006}  # fmt: skip
 
 
 def hit(fault: str, agent: int, rank: int, generator: random.Random) -> str:
@@ -480,25 +468,19 @@ class Chaos:
         shutil.rmtree(folder)
 
     def disturb(self, agent: int) -> None:
-        """Waits for a part of the work that was drawn, at a step that was drawn; then a little, and hits."""
+        """Hits a rank, the agent or all, as they start or after some steps, at any instant of one."""
         fault = self.random.choices(FAULTS, _WEIGHTS)[0]
-        part, steps = self.random.choice(PARTS), self.random.randrange(1, 20)
-        delay = self.random.uniform(0, 2 * _SECONDS[part])
+        steps = self.random.choice((0, *range(1, 20, 3)))
+        delay = self.random.uniform(0, 0.02 if steps else 0.3)
         first, until = None, time.monotonic() + 30
-        while os.waitid(os.P_PID, agent, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            found = self.board.parts()
-            at = max((step for _, _, step in found.values()), default=0)
+        while os.waitid(os.P_PID, agent, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.monotonic() < until:
+            found = self.board.steps()
+            at = max(found.values(), default=0)
             first = at if first is None and at else first
-            ready = PARTS.index(part) < PARTS.index("in a batch") or (first is not None and at >= first + steps)
-            suited = [pid for pid, now, _ in found.values() if now == part]
-            # A part that is over before it is seen, as loading may be, is made up for by whatever follows.
-            late = first is not None and PARTS.index(part) < PARTS.index("in a batch")
-            if (ready and suited) or (late and found):
+            if found and (not steps or (first is not None and at >= first + steps)):
                 time.sleep(delay)
-                pid, _, _ = self.random.choice(list(self.board.parts().values()) or list(found.values()))
+                pid = self.random.choice(list(self.board.steps() or found))
                 self.tally.faults[hit(fault, agent, pid, self.random)] += 1
-                return
-            if time.monotonic() > until:
                 return
             time.sleep(0.0003)
 
