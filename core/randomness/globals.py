@@ -68,12 +68,11 @@ class GlobalGenerators:
 
     def rest_at(self, key: int) -> None:
         """Take this key for the state at rest, from the next `take_over` or `stay` on."""
-        numpy, engine = np.random.MT19937(key).state, torch.Generator().manual_seed(key & TORCH_KEYS).get_state()
-        self._rest_key, self._rest = key, (numpy, engine)
-        self._ours.state = numpy
-        self._python_rest: Any = None  # the stamps at rest
-        self._numpy_rest = self._numpy_words()
-        self._torch_rest = self._start_of(engine.data_ptr()).raw
+        self._rest_key, self._rest = key, torch.Generator().manual_seed(key & TORCH_KEYS).get_state()
+        # The stamps at rest; of python's and numpy's, which take longer, once they are put there.
+        self._python_rest: Any = None
+        self._numpy_rest: Any = None
+        self._torch_rest = self._start_of(self._rest.data_ptr()).raw
 
     def seeding(self, seeded: Collection[str]) -> Callable[[int], None]:
         """What seeds some of them with a 64-bit key. It is called for each sample."""
@@ -111,8 +110,9 @@ class GlobalGenerators:
             self._set_numpy(self._ours)
         numpy = self._numpy_words()
         if "numpy" not in seeded and numpy != self._numpy_rest:
-            self._ours.state, numpy = self._rest[0], self._numpy_rest
-        self._torch.set_state(self._rest[1])
+            self._ours.state = np.random.MT19937(self._rest_key).state
+            numpy = self._numpy_rest = self._numpy_words()
+        self._torch.set_state(self._rest)
         self.at = python, numpy, self._torch_rest
 
     def restore(self) -> None:
@@ -135,9 +135,10 @@ class GlobalGenerators:
             self._python.gauss_next = None
             python = self._python_rest = self._python_words(), None
         if "numpy" not in seeded and numpy != self._numpy_rest:
-            self._ours.state, numpy = self._rest[0], self._numpy_rest
+            self._ours.state = np.random.MT19937(self._rest_key).state
+            numpy = self._numpy_rest = self._numpy_words()
         if "torch" not in seeded and engine != self._torch_rest:
-            self._torch.set_state(self._rest[1])
+            self._torch.set_state(self._rest)
             engine = self._torch_rest
         self.at = python, numpy, engine
 

@@ -28,7 +28,7 @@ from .devices import DeviceGenerators
 from .globals import NAMES, GlobalGenerators, Stamp
 from .owned import OwnedGenerator, find_generators
 
-__all__ = ["Purpose", "Streams", "no_other_reads", "process_seed", "sample_generator", "without_keys"]
+__all__ = ["Purpose", "Start", "Streams", "no_other_reads", "process_seed", "sample_generator", "without_keys"]
 
 
 class Purpose:
@@ -198,11 +198,10 @@ class Streams:
 
         `rest` is the key of generators that are not used in this pass.
         """
-        before = self._owned or []
-        self._search(more)
+        before, self._owned = self._owned or [], self._search(*more)
         self.first = True
         if self._began:  # otherwise what has come since may be of a list that was made before the first pass
-            self._warn_of_later(_new_in(self._owned or [], before))
+            self._warn_of_later(_new_in(self._owned, before))
         self._began = True
         if rest != self._rest_key:
             self._rest_key = rest
@@ -213,11 +212,9 @@ class Streams:
 
         Generators that the source creates while it is read are not seeded in that pass, so they are not in later ones.
         """
-        before = self._owned
-        self._search(())
-        if before is not None and self._owned is not None:
-            new = _new_in(self._owned, before)
-            self._owned = [each for each in self._owned if each not in new]
+        before, found = self._owned, self._search()
+        new = [] if before is None else _new_in(found, before)
+        self._owned = [each for each in found if each not in new]
 
     def made_late(self, *more: object) -> bool:
         """Whether the first batch of the pass created generators, or drew from those of a device that it started.
@@ -229,14 +226,11 @@ class Streams:
         self.first = False
         self._until_look, self._next_look = 1, 2
         before, late = self._owned or [], []
-        self._search(more)
-        if self._owned:
+        if found := self._search(*more):
             known = {id(each.generator) for each in before}
-            late = [each for each in self._owned if id(each.generator) not in known]
-            # Known generators keep their path for this pass, even if samples have moved them.
-            self._owned, self._late = [*before, *late], [each.path for each in late]
-        else:
-            self._owned = before
+            late = [each for each in found if id(each.generator) not in known]
+            self._late = [each.path for each in late]
+        self._owned = [*before, *late]  # known ones keep their path for this pass, even if samples have moved them
         return bool(late) or (self._devices is not None and self._devices.late)
 
     def _look_again(self) -> bool:
@@ -247,8 +241,7 @@ class Streams:
         batch, before = self._next_look, self._owned or []
         self._until_look = 1 if batch < _LOOKED_AT_EACH else batch
         self._next_look += self._until_look
-        self._search(())
-        later = _new_in(self._owned or [], before)
+        later = _new_in(self._search(), before)
         self._owned = [*before, *later]
         if batch > _LOOKED_AT_EACH:  # they may be of a batch before this one
             self._warn_of_later(later)
@@ -273,9 +266,9 @@ class Streams:
             "__init__, or use midepoch.sample_generator()",
         )
 
-    def _search(self, more: tuple[object, ...]) -> None:
+    def _search(self, *more: object) -> list[OwnedGenerator]:
         self._start_is_known = False
-        self._owned, hopeless = find_generators(*self._roots, *more)
+        found, hopeless = find_generators(*self._roots, *more)
         for path in hopeless:
             if path not in self._warned:
                 self._warned.add(path)
@@ -283,6 +276,7 @@ class Streams:
                     f"{path} cannot be seeded, so its random numbers will differ after a resume: use a generator that "
                     "can be seeded, or midepoch.sample_generator()",
                 )
+        return found
 
     @property
     def drawn(self) -> bool:
@@ -349,7 +343,7 @@ class Streams:
         `notes`: `drawn` is to tell of what is read.
         """
         if self._owned is None:
-            self._search(())
+            self._owned = self._search()
         return cast(Start, self._enter(_ALL, notes and not self.drawn))
 
     def end(self, *error: object) -> None:

@@ -21,12 +21,12 @@ from ..errors import MidepochError, SourceError, UnsupportedSourceError
 from ..loader.adapter import Run
 from ..order import Endless, EpochOrder, Order
 from ..order.keys import derive_key, extend_key
-from ..randomness.streams import Purpose, Streams
+from ..randomness.streams import Purpose, Start, Streams
 from ..samplers import MaterializedEpoch, MaterializedOrder, length_of
 from ..trying import Finding
 from .exposed import Deviation, Path, StandInPass
 from .indexed import as_list, spans
-from .units import Start, UnitReader, Units
+from .units import UnitReader, Units
 
 __all__ = ["DrivenReader", "DrivenRequest", "SamplerDriven", "driven_requests"]
 

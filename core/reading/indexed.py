@@ -24,13 +24,13 @@ from ..loader.adapter import Run
 from ..order import EpochOrder
 from ..order.holes import Holes, pieces_of
 from ..order.keys import derive_key, derive_keys, extend_key
-from ..randomness.streams import Purpose, Streams
+from ..randomness.streams import Purpose, Start, Streams
 from ..samplers import MaterializedEpoch
 from ..state.witness import SampleSummary, is_inert, summary_of
 from ..trying import CallTrial
 from ..world import MicroShare, Share
 from .collating import draws_nothing, keeps_nothing
-from .looks import Looks, Start
+from .looks import Looks
 from .sessions import FirstBatch, WitnessRequest
 
 __all__ = ["MapReader", "MapRequest", "Samples", "as_list", "map_requests", "reads_whole_batches", "spans", "unchanged"]

@@ -8,17 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from ..loader.adapter import WitnessReport
-from ..randomness.streams import Streams
+from ..randomness.streams import Start, Streams
 from ..state.witness import SampleSummary, is_inert, summary_of
 from .sessions import WitnessRequest
 
-__all__ = ["Looks", "Read", "Start"]
-
-Start = Callable[[int], None]
-"""Seeds the generators with a sample's key."""
-
-Read = Callable[..., Any]
-"""Reads a batch, given what seeds each sample, or None. The argument `see`, if there is one, gets the first sample."""
+__all__ = ["Looks"]
 
 
 class Looks:
@@ -50,8 +44,10 @@ class Looks:
         except Exception as error:  # noqa: BLE001  # it is raised where the sample is read for a batch
             return None, error
 
-    def with_batch(self, read: Read, key: int, index: Any, is_first: bool) -> tuple[Any, SampleSummary | None]:
-        """A batch, and what a sample looks like.
+    def with_batch(
+        self, read: Callable[..., Any], key: int, index: Any, is_first: bool
+    ) -> tuple[Any, SampleSummary | None]:
+        """A batch, and what a sample looks like. `read` reads it; its argument `see` gets the first sample.
 
         If the batch begins with that sample, it is looked at on the way; else it is read before. A sample whose own
         code would run at a look is not looked at on the way: it may draw then, or give its content only once.

@@ -11,14 +11,14 @@ from torch.utils.data import get_worker_info
 from ..errors import SourceError
 from ..loader.adapter import Session
 from ..order.keys import derive_key, extend_key
-from ..randomness.streams import Purpose
+from ..randomness.streams import Purpose, Start
 from ..state.digest import checksum_of
 from ..trying import CallTrial, Finding, copy_of, tried_on_copy
 from ..world import Share, Tail, World
 from .collating import keeps_nothing
 from .exposed import RAW, raw_copy
 from .private import caught, sent_error
-from .units import Start, UnitReader, Units, no_start
+from .units import UnitReader, Units, no_start
 
 __all__ = [
     "OwnStreamsSession", "PrefixDigest", "ReplayReader", "ReplayRequest", "Replayed", "SharedStreamSession",

@@ -7,13 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..order.keys import extend_key
-from ..randomness.streams import Streams
+from ..randomness.streams import Start, Streams
 from .collating import draws_nothing
 
-__all__ = ["Start", "UnitReader", "Units", "no_start"]
-
-Start = Callable[[int], None]
-"""Begins the random stream of a key."""
+__all__ = ["UnitReader", "Units", "no_start"]
 
 
 def no_start(key: int) -> None:

@@ -30,13 +30,13 @@ from ..loader import promises
 from ..loader.adapter import Adapter, Facts, Options, Reach, Run, Session
 from ..loader.capabilities import Capabilities, Capability
 from ..order.keys import derive_key, extend_key
-from ..randomness.streams import Purpose, Streams
+from ..randomness.streams import Purpose, Start, Streams
 from ..samplers import length_of
 from ..state.codec import decode, encode
 from ..state.digest import checksum_of
 from ..trying import Copied, Finding, copy_of
 from ..world import World
-from .units import Start, UnitReader, Units
+from .units import UnitReader, Units
 from .workers import Server
 
 __all__ = ["WorkerStateAdapter", "refuse_undivided"]
