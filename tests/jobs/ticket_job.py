@@ -9,13 +9,11 @@ sample of each epoch was trained on once, with the bits of an undisturbed run.
 from __future__ import annotations
 
 import json
-import mmap
-import os
+import multiprocessing
 import random
 import signal
 import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +25,7 @@ import midepoch
 from midepoch.state.parts import join_states
 from support.left_out import sample_of, wrapped
 
+FORK = multiprocessing.get_context("fork")
 SIZE, EPOCHS, EVERY = 60, 3, 2
 MOST_EVENTS = 120  # before a kill: an epoch has about as many
 
@@ -34,7 +33,7 @@ MOST_EVENTS = 120  # before a kill: an epoch has about as many
 class Job:
     """One launch. `counter`: where each event is counted, for who kills."""
 
-    def __init__(self, path: Path, seed: int, counter: mmap.mmap) -> None:
+    def __init__(self, path: Path, seed: int, counter: Any) -> None:
         self.path, self.draws, self.counter = path, random.Random(seed), counter
         self.changed = threading.Condition()
         self.pool: list[tuple[int, Any, int, list[Any]]] = []  # rank, ticket, epoch, samples
@@ -47,10 +46,9 @@ class Job:
         ]
         self.begun = [False] * world
         self.load(saved["state"])
-        self.threads = [threading.Thread(target=self.work, daemon=True) for _ in range(4)]
 
     def event(self) -> None:
-        self.counter[0:4] = (int.from_bytes(self.counter[0:4], "big") + 1).to_bytes(4, "big")
+        self.counter.value += 1
 
     def load(self, state: Any) -> None:
         for loader in self.loaders if state is not None else ():
@@ -84,8 +82,8 @@ class Job:
         return state
 
     def run(self) -> None:
-        for thread in self.threads:
-            thread.start()
+        for _ in range(4):
+            threading.Thread(target=self.work, daemon=True).start()
         while self.loaders[0].frontier[0] < EPOCHS:
             step, more = 0, True
             passes = list(map(iter, self.loaders))
@@ -115,26 +113,16 @@ class Job:
 
 def launch(path: Path, seed: int, kill_at: int | None) -> bool:
     """Whether it was killed."""
-    counter = mmap.mmap(-1, 4)
-    pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            Job(path, seed, counter).run()
-            status = 0
-        finally:
-            os._exit(status)
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            break
-        if kill_at is not None and int.from_bytes(counter[0:4], "big") >= kill_at:
-            os.kill(pid, signal.SIGKILL)
-            kill_at = None
-        time.sleep(0.0005)
-    if not os.WIFSIGNALED(status) and os.WEXITSTATUS(status):
+    counter = FORK.Value("i", 0, lock=False)
+    process = FORK.Process(target=lambda: Job(path, seed, counter).run())
+    process.start()
+    while process.is_alive():
+        if kill_at is not None and counter.value >= kill_at:
+            process.kill()
+        process.join(0.0005)
+    if process.exitcode not in (0, -signal.SIGKILL):
         raise SystemExit(f"the launch with seed {seed} failed")
-    return os.WIFSIGNALED(status)
+    return process.exitcode != 0
 
 
 def main(kills: int, seed: int) -> None:
@@ -143,18 +131,14 @@ def main(kills: int, seed: int) -> None:
     with TemporaryDirectory(prefix="midepoch-tickets-") as folder:
         while counts["kills"] < kills:
             path = Path(folder) / f"job{counts['jobs']}.json"
-            ended = False
-            while not ended:
+            saved: dict[str, Any] = {"state": {"epoch": 0, "omit": ""}}
+            while saved["state"]["epoch"] < EPOCHS:
                 kill_at = draws.randrange(MOST_EVENTS) if counts["kills"] < kills else None
                 counts["launches"] += 1
-                if launch(path, draws.getrandbits(32), kill_at):
-                    counts["kills"] += 1
-                elif path.exists():
-                    ended = json.loads(path.read_text())["state"]["epoch"] == EPOCHS
-                if path.exists():
-                    saved = json.loads(path.read_text())["state"]
-                    counts["beyond"] += "done" in saved["omit"]
-            found = sorted(tuple(each) for each in json.loads(path.read_text())["trained"])
+                counts["kills"] += launch(path, draws.getrandbits(32), kill_at)
+                saved = json.loads(path.read_text()) if path.exists() else saved
+                counts["beyond"] += "done" in saved["state"]["omit"]
+            found = sorted(tuple(each) for each in saved["trained"])
             if found != expected:
                 raise SystemExit(f"lost or different: {sorted({*expected} - {*found})[:9]}; "
                                  f"repeated: {sorted((Counter(found) - Counter(expected)).elements())[:9]}")
