@@ -153,9 +153,17 @@ def carried() -> Any:
 
 
 def mixed(mode: str = "weighted") -> Any:
+    return midepoch.combine({"short": noisy(12), "long": noisy(21)}, mode, seed=5)  # type: ignore[arg-type]
+
+
+def nested() -> Any:
+    return midepoch.combine({"inner": mixed("max_size_cycle"), "other": noisy(9)}, "weighted", seed=5)
+
+
+def mixed_own_states() -> Any:
     from support import combine_sources
 
-    return getattr(combine_sources, mode)()
+    return combine_sources.of_own_states()
 
 
 def of_own_state(name: str) -> Any:
@@ -227,9 +235,9 @@ TARGETS: dict[str, Target] = {
     ),
     "datasets": Target(lambda: of_own_state("Hugging Face IterableDataset"), whole, relatives=(carried,), seeks=False),
     "grain": Target(lambda: of_own_state("Grain DataLoader"), whole, relatives=(carried,), seeks=False),
-    "combined weighted": Target(mixed, whole, relatives=(lambda: mixed("nested"),), seeks=False),
+    "combined weighted": Target(mixed, whole, relatives=(nested,), seeks=False),
     "combined zipped": Target(lambda: mixed("max_size_cycle"), whole, relatives=(mixed,), seeks=False),
-    "combined of own states": Target(lambda: mixed("of_own_states"), whole, relatives=(carried, mixed), seeks=False),
+    "combined of own states": Target(mixed_own_states, whole, relatives=(carried, mixed), seeks=False),
     "webdataset": Target(lambda: webdataset("indexed"), relatives=(lambda: webdataset("indexed", size=14),)),
     "webdataset counted": Target(webdataset_counted, relatives=(lambda: webdataset("indexed"),)),
     "webdataset-streams": Target(
