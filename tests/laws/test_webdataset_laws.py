@@ -1,6 +1,6 @@
 """The laws on webdataset pipelines: indexed and streamed, with workers, 1 to 3 ranks in real processes.
 
-Each mechanism once; idioms, WebLoaders and pipes are continued from at every place in test_webdataset.
+Each mechanism once; idioms and pipes are continued from at every place in test_webdataset.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ class TestIndexedSequential(_Pipeline):
     tail = "drop"
     drop_last = True
     num_workers = (0, 1)
+
+
+class TestIndexedRebatched(_Pipeline):
+    make_loader = staticmethod(sources.indexed_rebatched)
+    num_workers = (0, 2)
 
 
 class TestStreamed(_Pipeline):

@@ -167,6 +167,26 @@ def indexed_sequential(
     return midepoch.wrap(loader, seed=SEED, world=midepoch.World(rank, world_size), tail="drop")
 
 
+def indexed_rebatched(
+    *, rank: int = 0, world_size: int = 1, num_workers: int = 0, read_log: str | None = None
+) -> midepoch.StatefulIterable:
+    """A WebLoader that takes batches apart, shuffles across workers and batches again."""
+    urls = law_shards("indexed", _UNEQUAL)
+    dataset = wds.WebDataset(urls, shardshuffle=10, nodesplitter=wds.split_by_node).shuffle(5)
+    dataset = dataset.map(Reading(read_log)).map(tuple_of).batched(4)
+    loader = wds.WebLoader(dataset, batch_size=None, num_workers=num_workers)
+    loader = loader.unbatched().shuffle(10).batched(3).map(first_of)
+    return midepoch.wrap(loader, seed=SEED, world=midepoch.World(rank, world_size))
+
+
+def tuple_of(sample: torch.Tensor) -> tuple[torch.Tensor]:
+    return (sample,)
+
+
+def first_of(batch: tuple[torch.Tensor]) -> torch.Tensor:
+    return batch[0]
+
+
 _EQUAL = [4] * 12
 
 
