@@ -179,10 +179,10 @@ def found_pipeline(root: str, reader: str) -> Any:
     return dali.readers.numpy(file_root=f"{root}/npy", random_shuffle=True)
 
 
-def found(root: str, reader: str, rank: int = 0, world_size: int = 1, verify: Any = "sample") -> Any:
+def found(root: str, reader: str, rank: int = 0, world_size: int = 1) -> Any:
     """A loader of files that are found in a folder."""
     iterator = DALIGenericIterator([found_pipeline(root, reader)], ["label"])
-    return midepoch.wrap(iterator, seed=1, world=midepoch.World(rank, world_size), verify=verify)
+    return midepoch.wrap(iterator, seed=1, world=midepoch.World(rank, world_size))
 
 
 def swap_contents(root: Path) -> None:
