@@ -47,7 +47,7 @@ from midepoch.testing import ResumableTests
 from support import commands, jobs, witness_sources
 from support import streaming_sources as sources
 from support.sources import every_place, flat
-from support.witness_sources import found_in_new_process, state_after
+from support.witness_sources import found_in, state_after
 
 
 @pytest.fixture(autouse=True)
@@ -519,7 +519,7 @@ PERSIST = "content, workers that persist"
 
 
 @pytest.mark.parametrize("batches", [3, 12], ids=["in mid-epoch", "at the boundary"])
-def test_data_that_changed_are_told_in_a_new_process(batches: int, folders: Path, tmp_path: Path) -> None:
+def test_data_that_changed_are_told(batches: int, folders: Path, tmp_path: Path) -> None:
     first, changed, copied = (str(folders / name) for name in ("first", "changed", "copied"))
     state, rest = state_after("streaming", batches, local=first)
     assert state["witness"].split("/")[1] == "0" and len(state["witness"]) <= LONGEST and len(json.dumps(state)) <= 512
@@ -533,7 +533,7 @@ def test_data_that_changed_are_told_in_a_new_process(batches: int, folders: Path
         PERSIST: ({"local": changed, "workers": 2, "persistent": True}, "StateMismatchError"),
         "content, not looked at": ({"local": changed, "options": {"verify": "off"}}, "exact"),
     }
-    found = found_in_new_process(tmp_path, state, cases, "streaming")
+    found = found_in(state, cases, "streaming")
     told, at_boundary, others = found["content"]["error"], batches == 12, dict[str, str]()
     if at_boundary:  # another sample may be meant
         others = dict.fromkeys(("content", "content, workers", PERSIST), "told")
@@ -576,8 +576,7 @@ def test_of_data_that_are_downloaded_the_index_is_compared(folders: Path, tmp_pa
         (local, of("first"), "told"),
         (local, of("first", options={"verify": "strict"}), "StateMismatchError"),
     ]
-    asked = [{"state": state, "arguments": arguments} for state, arguments, _ in cases]
-    found = witness_sources.in_new_process(tmp_path, asked, "streaming")
+    found = [witness_sources.resume(state, arguments, "streaming") for state, arguments, _ in cases]
     assert [witness_sources.outcome(each) for each in found] == [end for *_, end in cases]
     assert found[0]["rest"] == found[1]["rest"] == rest
     assert "cannot be read without a download" in found[-2]["warnings"][0]
@@ -591,7 +590,7 @@ def test_nothing_is_downloaded_for_the_witness(folders: Path, tmp_path: Path) ->
     (remote / "shard.00000.mds").unlink()
     arguments = {"remote": str(remote), "local": str(tmp_path / "after"), "shuffle": False}
     options = {"verify": "strict"}
-    found = found_in_new_process(tmp_path, state, {"": ({**arguments, "options": options}, "exact")}, "streaming")
+    found = found_in(state, {"": ({**arguments, "options": options}, "exact")}, "streaming")
     assert found[""]["rest"] == rest and not found[""]["error"] and not found[""]["warnings"]
     assert not (tmp_path / "after" / "shard.00000.mds").exists()
 

@@ -34,7 +34,7 @@ from support.webdataset_sources import compress, make_shards, number, numbers, p
 from support.witness_sources import (  # noqa: E402
     Cases,
     check,
-    found_in_new_process,
+    found_in,
     labels_of,
     make_webdataset,
     state_after,
@@ -324,7 +324,7 @@ def saved(batches: int, where: list[str]) -> tuple[dict[str, Any], list[int]]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_shards_that_changed_are_told_in_a_new_process(place: str, folder: Path, tmp_path: Path) -> None:
+def test_shards_that_changed_are_told(place: str, folder: Path, tmp_path: Path) -> None:
     state, rest = saved(PLACES[place], urls_in(folder / "first"))
     changed = urls_in(folder / "changed")
     with nginx(tmp_path / "nginx", folder) as base:
@@ -342,7 +342,7 @@ def test_shards_that_changed_are_told_in_a_new_process(place: str, folder: Path,
             "order of names": ({"urls": urls_in(folder / "renamed")}, "StateMismatchError"),
             "order of urls": ({"urls": urls_in(folder / "first")[::-1]}, "StateMismatchError"),
         }
-        found = found_in_new_process(tmp_path, state, cases, "webdataset")
+        found = found_in(state, cases, "webdataset")
     # At the boundary the data may be meant to be others from epoch to epoch; the fingerprint has the order.
     told = [name for name in cases if name.startswith("content")]
     check(found, cases, **(dict.fromkeys(told, "told") if place == "at the boundary" else {}))
@@ -403,7 +403,7 @@ def test_a_first_sample_that_cannot_be_read_has_no_witness(folder: Path, tmp_pat
 
 
 @pytest.mark.parametrize("place", STREAMED)
-def test_streamed_shards_that_changed_are_told_in_a_new_process(place: str, folder: Path, tmp_path: Path) -> None:
+def test_streamed_shards_that_changed_are_told(place: str, folder: Path, tmp_path: Path) -> None:
     state, rest = saved(STREAMED[place], urls_in(folder / "first", "pipe:cat "))
     assert state["witness"] == ""
     changed = urls_in(folder / "changed", "pipe:cat ")
@@ -421,7 +421,7 @@ def test_streamed_shards_that_changed_are_told_in_a_new_process(place: str, fold
         "order of names": ({"urls": urls_in(folder / "renamed", "pipe:cat ")}, "StateMismatchError"),
         "order of urls": ({"urls": urls_in(folder / "first", "pipe:cat ")[::-1]}, "StateMismatchError"),
     }
-    found = found_in_new_process(tmp_path, state, cases, "webdataset")
+    found = found_in(state, cases, "webdataset")
     # At the boundary no stream stands in a shard, so none is known.
     unknown = [name for name in cases if name.startswith("content") or name == "order of names"]
     check(found, cases, **(dict.fromkeys(unknown, "exact") if place == "at the boundary" else {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import sys
@@ -15,8 +16,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import midepoch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 SIZE = 32
 
@@ -156,7 +155,7 @@ def state_after(kind: str, batches: int, **arguments: Any) -> tuple[dict[str, An
         return state, rest or [label for batch in loader for label in labels_of(batch)]
 
 
-# --- in a process that has read nothing yet ---------------------------------------------------------------------------
+# --- by a fresh loader ------------------------------------------------------------------------------------------------
 
 _opened: list[str] = []
 
@@ -166,13 +165,19 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
         _opened.append(str(arguments[0]))
 
 
+@functools.cache
+def _watch() -> None:
+    sys.addaudithook(_note)
+
+
 def resume(state: dict[str, Any], arguments: dict[str, Any], kind: str = "files") -> dict[str, Any]:
-    """What comes of the state in this process.
+    """What comes of the state.
 
     Returns:
         rest: labels; error; warnings; batches: that were given before the error; opened: shards that this process, not
         a worker, opened while it read.
     """
+    _watch()
     rest: list[int] = []
     error, batches = "", 0
     with warnings.catch_warnings(record=True) as caught:
@@ -190,24 +195,13 @@ def resume(state: dict[str, Any], arguments: dict[str, Any], kind: str = "files"
     return {"rest": rest, "error": error, "warnings": told, "batches": batches, "opened": opened}
 
 
-MODULES = {"files": (), "webdataset": ("webdataset",), "streaming": ("support.streaming_apart",)}
 Cases = dict[str, tuple[dict[str, Any], str]]
 """Name -> the arguments of a maker, and what comes of the state."""
 
 
-def in_new_process(folder: Path, asked: list[dict[str, Any]], kind: str = "files") -> list[dict[str, Any]]:
-    """What comes of states in a process that has not read them before."""
-    from support import forking
-
-    (folder / "asked.json").write_text(json.dumps([{"kind": kind, **each} for each in asked]))
-    run = forking.run([__file__, folder / "asked.json"], check=True, modules=MODULES[kind])
-    return list(json.loads(run.stdout.splitlines()[-1]))
-
-
-def found_in_new_process(folder: Path, state: dict[str, Any], cases: Cases, kind: str) -> dict[str, dict[str, Any]]:
+def found_in(state: dict[str, Any], cases: Cases, kind: str) -> dict[str, dict[str, Any]]:
     """What comes of one state in each case."""
-    asked = [{"state": state, "arguments": arguments} for arguments, _ in cases.values()]
-    return dict(zip(cases, in_new_process(folder, asked, kind), strict=True))
+    return {name: resume(state, arguments, kind) for name, (arguments, _) in cases.items()}
 
 
 def check(found: dict[str, dict[str, Any]], cases: Cases, **others: str) -> None:
@@ -222,9 +216,3 @@ def outcome(found: dict[str, Any]) -> str:
     if found["error"]:
         return str(found["error"]).partition(":")[0]
     return "told" if found["warnings"] else "exact"
-
-
-if __name__ == "__main__":
-    sys.addaudithook(_note)
-    asked = json.loads(Path(sys.argv[1]).read_text())
-    print(json.dumps([resume(**each) for each in asked]))
