@@ -175,12 +175,17 @@ def indexed_rebatched(
     dataset = wds.WebDataset(urls, shardshuffle=10, nodesplitter=wds.split_by_node).shuffle(5)
     dataset = dataset.map(Reading(read_log)).map(tuple_of).batched(4)
     loader = wds.WebLoader(dataset, batch_size=None, num_workers=num_workers)
-    loader = loader.unbatched().shuffle(10).batched(3).map(first_of)
+    loader = loader.unbatched().shuffle(10).map(drawn_again).batched(3).map(first_of)
     return midepoch.wrap(loader, seed=SEED, world=midepoch.World(rank, world_size))
 
 
 def tuple_of(sample: torch.Tensor) -> tuple[torch.Tensor]:
     return (sample,)
+
+
+def drawn_again(sample: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    (row,) = sample
+    return (torch.cat([row[:1], row[1:] + random.random()]),)
 
 
 def first_of(batch: tuple[torch.Tensor]) -> torch.Tensor:
