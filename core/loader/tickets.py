@@ -89,9 +89,6 @@ class Tickets:
     def open(self) -> Holes:
         """The positions of the batches that are open."""
         with self._lock:
-            spans = [(each, each.share.span(step)) for each in self._sessions.values() for step in each.open]
-        return Holes(
-            piece
-            for each, (start, stop) in spans
-            for piece in (each.reading.run.holes or Holes()).spans(start, min(stop, each.share.size))
-        )
+            steps = [(each, each.open) for each in self._sessions.values()]
+        of = [((each.reading.run.holes or Holes()).spans, map(each.share.span, some)) for each, some in steps]
+        return Holes(piece for spans, places in of for place in places for piece in spans(*place))

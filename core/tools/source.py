@@ -60,7 +60,7 @@ class Source:
         loader, share = self._made(stretch, rank), stretch.share(rank)
         groups, before = divmod(start, getattr(share, "micro_steps", 1))
         moved = groups * getattr(share, "together", share.global_batch)
-        position = stretch.holes.position_of(share.start + moved) if start else stretch["position"]
+        position = stretch.holes.position_of(share.start + moved)
         state = loader.state_dict() | {name: stretch[name] for name in ("epoch", "seed", "size", "fingerprint")}
         state |= {"position": position, "omit": stretch.omit.text(stretch["epoch"], position)}
         loader.load_state_dict(reseal({**state, "detail": seal_detail(stretch["detail"], 0, state)}))

@@ -47,7 +47,7 @@ def test_it_says_what_any_history_of_a_run_has_seen(data: st.DataObject) -> None
     else:
         options["tail"] = draw(st.sampled_from(["pad", "drop", "uneven"]))
     batches = 1 if draw(st.integers(0, 3)) else draw(st.integers(2, 3))
-    in_flight = 0 if "global_batch" in options else draw(st.sampled_from([0, 0, 0, 1, 2]))
+    in_flight = 0 if "global_batch" in options else draw(st.sampled_from([0, 0, 1, 2]))
     with tempfile.TemporaryDirectory() as folder:
         path, seen, kept = Path(folder) / "snapshot.pt", Seen(), Seen()
 
@@ -191,7 +191,8 @@ def test_a_kill_between_ledger_and_snapshot_takes_the_steps_back(
 
 def test_a_write_that_failed_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(tmp_path / "snapshot.pt", shuffled, 1, {}, seed=1)
-    job.step()
+    for _ in range(7):  # a line, and a step more
+        job.step()
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
@@ -199,7 +200,8 @@ def test_a_write_that_failed_is_done_again(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patched, pytest.raises(SnapshotError, match=r"was not saved.*No space left"):
         patched.setattr(os, "fsync", full)
         job.snapshot.save()
-    job.step()
+    for _ in range(7):
+        job.step()
     job.snapshot.save()
     assert told(read_ledger(job.snapshot.path)) == job.seen and not read_ledger(job.snapshot.path).problems
 

@@ -51,6 +51,9 @@ def test_the_state_is_the_frontier_and_what_is_done_beyond_it() -> None:
     assert (other.state_dict(), other.frontier, other.batches_left, other.batches_done) == (state, (0, 4), 7, 3)
     assert [numbers(batch) for batch in other] == [[4, 5], [8, 9], *([p, p + 1] for p in range(10, 20, 2))]
     assert (other.epoch, len(other), other.state_dict()["omit"]) == (1, 10, "")
+    other.load_state_dict(state)
+    other.seek(0)
+    assert len(list(other)) == 10
 
 
 def test_padding_repeats_the_start_of_the_epoch_finished_or_not() -> None:
