@@ -30,9 +30,12 @@ class Documents(IterableDataset[Any]):
     def __init__(self, long: dict[int, int] | None = None) -> None:
         self.sampler = RandomSampler(range(SIZE))
         self.long = LONG if long is None else long
+        self.read = self.begun = 0
 
     def __iter__(self) -> Iterator[Any]:
+        self.begun += 1
         for index in self.sampler:
+            self.read += 1
             for chunk in range(self.long.get(index, 1)):
                 yield 100 * index + chunk, torch.rand(())
 
@@ -209,6 +212,15 @@ def test_a_sampler_s_own_error_comes_where_the_plain_one_does(batch_size: int | 
     source, shard = DataLoader(Listed(Fails()), batch_size, num_workers=workers), True if workers else None
     loader = midepoch.wrap(source, seed=0, on_error="retry", shard=shard)
     assert until_the_error(loader) == plainly
+
+
+def test_the_dataset_is_left_as_a_plain_pass_leaves_it() -> None:
+    dataset, plainly = Documents({}), Documents({})
+    loader = midepoch.wrap(DataLoader(dataset, 4), seed=3)
+    for _ in range(3):
+        list(loader), list(DataLoader(plainly, 4))
+        assert (dataset.read, dataset.begun) == (plainly.read, plainly.begun)
+        assert type(dataset.sampler) is RandomSampler
 
 
 def test_a_deviation_in_less_than_a_batch_is_seen() -> None:

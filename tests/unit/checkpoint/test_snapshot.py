@@ -14,9 +14,10 @@ import threading
 import warnings
 import weakref
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -265,23 +266,17 @@ def test_an_edited_file_is_refused(tmp_path: Path) -> None:
         check_refused(path, message, MidepochError)
 
 
-def test_a_snapshot_that_was_packed_is_refused(tmp_path: Path) -> None:
-    """Its records may take a thousand times its bytes; torch.save packs nothing."""
-    path = tmp_path / "snapshot.pt"
-    saved(path)
-    with zipfile.ZipFile(path) as archive:
-        records = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in records.items():
-            archive.writestr(name, data + bytes(1 << 20) * name.endswith("data.pkl"))
-    check_refused(path, "is compressed")
-
-
-def test_a_record_that_claims_to_be_a_folder_is_damage(tmp_path: Path) -> None:
-    """For such a one torch gives what happens to lie in memory, whatever its checksum."""
+def test_a_packed_snapshot_and_a_record_like_a_folder_are_refused(tmp_path: Path) -> None:
+    """Packed records may take a thousand times their bytes. For a folder torch gives what happens to lie in memory."""
     path = tmp_path / "snapshot.pt"
     saved(path)
     data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, record in records.items():
+            archive.writestr(name, record + bytes(1 << 20) * name.endswith("data.pkl"))
+    check_refused(path, "is compressed")
     entry = data.rindex(b"PK\x01\x02", 0, data.rindex(b"/data/0"))
     data[entry + 38] |= 0x10  # of its attributes
     path.write_bytes(data)
@@ -373,33 +368,24 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert names(tmp_path) == ["snapshot.pt", "snapshot.pt.1"]
 
 
-@pytest.mark.parametrize("error", [OSError(22, "Invalid argument"), KeyboardInterrupt()])
-def test_what_goes_wrong_after_the_renaming(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("error", "told"), [
+    (OSError(22, "Invalid argument"),
+     pytest.warns(MidepochWarning, match=r"was saved, but its folder could not be synced \(Invalid")),
+    (KeyboardInterrupt(), pytest.raises(KeyboardInterrupt)),
+])  # fmt: skip
+def test_what_goes_wrong_after_the_renaming(error: Any, told: Any, tmp_path: Path) -> None:
     run = Run(tmp_path / "snapshot.pt")
     run.train(2)
     run.snapshot.save()
-
-    def fails(folder: Path) -> None:
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "sync_folder", fails)
+    with mock.patch.object(files, "sync_folder", side_effect=error), told:
         run.train(1)
-        if isinstance(error, OSError):
-            with pytest.warns(MidepochWarning, match=r"was saved, but its folder could not be synced \(Invalid"):
-                run.snapshot.save()
-        else:
-            with pytest.raises(KeyboardInterrupt):
-                run.snapshot.save()
+        run.snapshot.save()
     again = Run(tmp_path / "snapshot.pt")
-    again.snapshot.load()
-    assert again.snapshot.steps == 3
-    run.train(1)
-    run.snapshot.save()  # the file is known to be its own
-    again.snapshot.load()
-    assert again.snapshot.steps == 4
+    for steps in (3, 4):
+        again.snapshot.load()
+        assert again.snapshot.steps == steps
+        run.train(1)
+        run.snapshot.save()  # the file is known to be its own
 
 
 def test_a_process_that_changes_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -504,27 +490,30 @@ def test_a_signal_saves_and_exits_after_the_batch(number: signal.Signals, taken:
     assert resumed.train(11 - taken) == whole[taken + 1 :]
 
 
-def test_of_two_snapshots_each_hears_and_a_closed_one_passes_on(tmp_path: Path) -> None:
-    heard: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
-    try:
-        one = Run(tmp_path / "one.pt", signals=(signal.SIGUSR1,))
-        two = Run(tmp_path / "two.pt", signals=(signal.SIGUSR1,))
-        os.kill(os.getpid(), signal.SIGUSR1)
-        for run in (one, two):
-            with pytest.raises(SystemExit):
-                run.train(1)
-        assert heard == []
-        one.snapshot.close()
-        two.snapshot.close()  # which gives the signal back to the one that is closed already
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert heard == [signal.SIGUSR1]
-        run = Run(tmp_path / "three.pt", signals=(signal.SIGUSR1,))
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        run.snapshot.close()
-        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN, "a handler of somebody else's stays"
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """What a handler of the program's own receives of SIGUSR1."""
+    numbers: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_of_two_snapshots_each_hears_and_a_closed_one_passes_on(heard: list[int], tmp_path: Path) -> None:
+    one, two, three = (Run(tmp_path / f"{number}.pt", signals=(signal.SIGUSR1,)) for number in range(3))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    for run in (one, two):
+        with pytest.raises(SystemExit):
+            run.train(1)
+    assert heard == []
+    for run in (one, two, three):
+        run.snapshot.close()  # which gives the signal back to one that is closed already
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1]
+    run = Run(tmp_path / "4.pt", signals=(signal.SIGUSR1,))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    run.snapshot.close()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN, "a handler of somebody else's stays"
 
 
 def ends(group: int) -> bool:
@@ -651,42 +640,35 @@ def test_forked_children_can_still_be_ended(tmp_path: Path) -> None:
     run.snapshot.close()
 
 
-@pytest.mark.parametrize("thread", [False, True])
-def test_a_snapshot_that_nobody_has_lets_go(thread: bool, tmp_path: Path) -> None:
+def in_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("where", [in_thread, lambda function: function()], ids=["in a thread", "here"])
+def test_a_snapshot_that_nobody_has_lets_go(where: Any, heard: list[int], tmp_path: Path) -> None:
     """After the function that trained, say: what follows it must end when it is told to."""
-    received: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
-    try:
-        run = [Run(tmp_path / "snapshot.pt", signals=(signal.SIGUSR1,))]
-        model = weakref.ref(run[0].model)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert not received
-        if thread:  # which may not give signals back
-            dropping = threading.Thread(target=run.clear)
-            dropping.start()
-            dropping.join()
-        run.clear()
-        gc.collect()
-        assert model() is None
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert received == [signal.SIGUSR1]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    run = [Run(tmp_path / "snapshot.pt", signals=(signal.SIGUSR1,))]
+    model = weakref.ref(run[0].model)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert not heard
+    where(run.clear)  # a thread may not give signals back
+    gc.collect()
+    assert model() is None
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1]
 
 
 def test_signals_are_for_the_main_thread(tmp_path: Path) -> None:
-    caught: list[BaseException] = []
-
     def work() -> None:
-        try:
+        with pytest.raises(MidepochError, match=r"make the Snapshot there, or pass signals=\(\)"):
             Snapshot(tmp_path / "snapshot.pt", model=torch.nn.Linear(1, 1))
-        except MidepochError as error:
-            caught.append(error)
+        done.append(True)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert "make the Snapshot there, or pass signals=()" in str(caught[0])
+    done: list[bool] = []
+    in_thread(work)
+    assert done
 
 
 # --- several processes ---

@@ -6,6 +6,7 @@ import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -275,11 +276,12 @@ def test_parts_of_a_combination() -> None:
 # --- devices ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Counter:
     """A generator that counts, as those of CUDA do. It stands for one, because this test runs where there is none."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed, self.offset = seed, 0
+    seed: int
+    offset: int = 0
 
     def initial_seed(self) -> int:
         return self.seed
@@ -299,34 +301,21 @@ class Counter:
 
 
 def test_generators_of_devices_are_lent_as_the_others() -> None:
-    devices: list[Counter] = []
+    devices = [Counter(1), Counter(2, offset=4)]
     ours = DeviceGenerators(lambda: tuple(devices))
     ours.take_over(5)
-    assert not ours.used()
-    devices += [Counter(1), Counter(2)]  # the function uses a device for the first time
-    assert not ours.used()
-    ours.restore()
-    assert not ours.late
-    ours.take_over(5)
-    devices.append(Counter(3))
-    assert not ours.used()
-    devices[2].draw()
-    assert ours.used()
-    ours.restore()
-    assert ours.late, "one was used that was not taken over"
-    assert [each.offset for each in devices] == [0, 0, 0]
-    devices[1].draw()
-    before = [(each.seed, each.offset) for each in devices]
-    ours.take_over(5)
-    assert [(each.seed, each.offset) for each in devices] == [(5, 0)] * 3, "at rest"
+    assert devices == [Counter(5)] * 2, "at rest"
+    devices.append(Counter(3))  # the function uses a device for the first time
     assert not ours.used()
     ours.seed(77)
     assert not ours.used()
-    assert len({each.draw() for each in devices}) == 1  # a rank may go on on another device
-    assert ours.used()
-    ours.restore()
-    assert not ours.late
-    assert [(each.seed, each.offset) for each in devices] == before
+    assert len({each.draw() for each in devices[:2]}) == 1  # a rank may go on on another device
+    assert ours.used() and ours.restore() and not ours.late
+    assert devices == [Counter(1), Counter(2, offset=4), Counter(3)]
+    ours.take_over(5)
+    devices.append(Counter(4, offset=8))
+    assert ours.used() and ours.restore() and ours.late, "one was used that was not taken over"
+    assert devices[3].offset == 0
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

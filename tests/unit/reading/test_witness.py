@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
@@ -123,6 +124,16 @@ def test_a_buffer_that_each_read_fills_is_given_as_it_was_read(options: dict[str
         )
 
     sources.every_place(make_loader, read=str)
+
+
+@pytest.mark.filterwarnings("ignore:two reads of sample")
+def test_what_varies_from_read_to_read_is_no_false_alarm() -> None:
+    def make_loader() -> Any:
+        return midepoch.wrap(DataLoader(Made(lambda index: (index, time.time_ns())), 4, shuffle=True), seed=3)
+
+    whole, (_, state) = sources.taken(make_loader()), sources.heads(make_loader, 2)
+    rest = sources.resumed(make_loader, state)
+    assert [labels for labels, _ in rest] == [labels for labels, _ in whole[2:]]
 
 
 # --- what it costs, and what is in the state --------------------------------------------------------------------------
