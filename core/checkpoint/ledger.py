@@ -119,38 +119,38 @@ class Ledger:
         """See what a step took that was just counted. `in_flight`: as `Snapshot.step` has it."""
         still_read = {name for name, loader in loaders.items() if loader._progress.latest() is not None}
         taken: dict[Reading, tuple[int, int]] = {}
-        names: dict[Reading, str] = {}
-        forgotten: set[Reading] = set()
+        names: dict[Reading, tuple[str, str]] = {}  # of the loader, and why the ledger does not know the batches
         for name, loader in loaders.items():
             if not (history := loader._progress.history):
                 continue
             newest, mark = history[-1][0], self._marks.get(name, (None, 0))
             ahead = in_flight if body is None or not in_flight else body.in_flight_of(name, in_flight)
-            if (found := _taken(history, mark, ahead)) is None:
-                found, forgotten = {newest: (0, newest.steps)}, {*forgotten, newest}
+            found, why = _taken(history, mark, ahead), ""
+            if found is None:
+                found, why = {newest: (0, newest.steps)}, "a step took more batches than are remembered"
             self._marks[name] = next(((reading, stop) for reading, (_, stop) in found.items()), mark)
             if newest is not mark[0] and still_read and name not in still_read and not ahead:
                 continue  # it was read between two steps, and left: a validation
             taken |= dict(reversed(found.items()))
-            names |= dict.fromkeys(found, name)
+            names |= dict.fromkeys(found, (name, why))
         if not self._goes_on(step, taken):
             self._pending += [seal(self._line())] if self._first < step else []
             self._first, self._stretches = step, {}
         for reading, (start, stop) in taken.items():
-            if reading not in self._stretches:
-                why = {"unknown": "a step took more batches than are remembered"}
-                values = why if reading in forgotten else described(loaders[names[reading]], reading)
-                self._warn(names[reading], values.get("unknown"), reading)
-                counted = {"first": step, "every": 0, "batch": start, "each": stop - start}
-                self._stretches[reading] = {"loader": names[reading], **values, **counted}
-            elif not self._stretches[reading]["every"]:
-                self._stretches[reading]["every"] = step - self._stretches[reading]["first"]
+            if (known := self._stretches.get(reading)) is not None:
+                known["every"] = known["every"] or step - known["first"]
+                continue
+            name, why = names[reading]
+            session = {"unknown": why} if why else described(loaders[name], reading)
+            counted = {"first": step, "every": 0, "batch": start, "each": stop - start}
+            self._stretches[reading] = {"loader": name, **session, **counted}
+            if "unknown" in session and name not in self._warned and not reading.run.world.rank:
+                self._warned.add(name)
+                warn(
+                    f"the ledger does not say which samples {name} gives, because {session['unknown']}; trace will say "
+                    "so too"
+                )
         self._last = step
-
-    def _warn(self, name: str, why: str | None, reading: Reading) -> None:
-        if why is not None and name not in self._warned and not reading.run.world.rank:
-            self._warned.add(name)
-            warn(f"the ledger does not say which samples {name} gives, because {why}; trace will say so too")
 
     def _goes_on(self, step: int, taken: Mapping[Reading, tuple[int, int]]) -> bool:
         """Whether a step takes what the steps before let expect. A loader may be read at every second step, or so."""

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -50,13 +49,7 @@ def skip(path: Path, ranges: Sequence[str], out: Path, name: str | None = None) 
     (found,) = chosen
     if found.problem:
         raise StateError(f"{found.name or path}: {found.problem}")
-    found.state.update(_skipping(found.state, ranges))
-    text = None if is_archive(path) else json.dumps(content).encode()
-    with checksums():
-        write_new(out, lambda file: torch.save(content, file) if text is None else file.write(text))
-
-
-def _skipping(state: dict[str, Any], ranges: Sequence[str]) -> dict[str, Any]:
+    state = found.state
     omit = Omit.parse(state["omit"], state["epoch"])
     for each in ranges:
         match = _RANGE.fullmatch(each)
@@ -68,4 +61,8 @@ def _skipping(state: dict[str, Any], ranges: Sequence[str]) -> dict[str, Any]:
         if state["size"] is None or stop > state["size"]:
             raise ValueError(f"{each} lies beyond the epoch: the state's size is {state['size']}")
         omit = omit.with_skip(epoch, start, stop)
-    return reseal({**state, "omit": omit.text(state["epoch"])})
+    state.update(reseal({**state, "omit": omit.text(state["epoch"])}))
+    text = None if is_archive(path) else json.dumps(content).encode()
+    with checksums():
+        write_new(out, lambda file: torch.save(content, file) if text is None else file.write(text))
+
