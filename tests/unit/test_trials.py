@@ -265,7 +265,7 @@ class Unreadable(Holding):
     (in_then, Unreadable(0), "a copy of it raised ValueError: not here"),
     (of_a_stream, Holding(bytes(65 << 20)), "it holds more than 64 MB"),
     (of_numbers, Holding(threading.Lock()), "it cannot be pickled (TypeError"),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_a_collate_function_that_cannot_be_tried_is_believed(make: Any, collate: Any, why: str) -> None:
     loader = make(collate)
     assert len(list(loader)) == 6
