@@ -60,16 +60,6 @@ class Prepared(Sampler[int]):
         """Means nothing without epochs."""
 
 
-class Weighted(TrainingSampler):
-    """Draws with replacement: no rounds."""
-
-    def _rounds(self) -> Iterator[int]:
-        generator = torch.Generator()
-        generator.manual_seed(self._seed)
-        while True:
-            yield int(torch.randint(self._size, (1,), generator=generator))
-
-
 class RepeatFactorTrainingSampler(TrainingSampler):
     """Gives some samples more often: rounds of another length than the data."""
 
