@@ -284,7 +284,7 @@ def _parts_of(value: Any) -> tuple[Any, list[Any]]:
         cells = (next(_held(types.CellType.cell_contents, each), None) for each in value.__closure__ or ())
         members = [value.__code__, value.__defaults__, *cells]
     elif issubclass(kind, type):
-        members = [*_dict(value), *_dict(value).values()]
+        return None, [*_dict(value), *_dict(value).values()]
     layout = _layout(kind)
     if not layout.opaque:
         own = layout.own_of(value)

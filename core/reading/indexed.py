@@ -338,17 +338,12 @@ def reads_whole_batches(dataset: Any) -> bool:
 
 def unchanged(source: Any, expected: int | None) -> Callable[[], None]:
     """A check for before each request: it raises SourceError once the length of `source` is not `expected`."""
-
-    return _nothing if expected is None else functools.partial(_check_length, source, expected)
-
-
-def _nothing() -> None:
-    pass
+    return functools.partial(_check_length, source, expected)
 
 
-def _check_length(source: Any, expected: int) -> None:
+def _check_length(source: Any, expected: int | None) -> None:
     try:
-        length: int | None = len(source)
+        length = None if expected is None else len(source)
     except Exception:  # noqa: BLE001  # as in `length_of`, written out where batches lead through
         length = None
     if length != expected:

@@ -70,6 +70,18 @@ def test_a_steady_batch_takes_few_calls() -> None:
         assert first.total() - walk <= most, first
 
 
+def test_a_state_looks_again_only_where_something_moved() -> None:
+    dataset = sources.Indices(4000)
+    loader = midepoch.wrap(DataLoader(dataset, batch_size=4), seed=1)
+    next(iter(loader))
+    loader.state_dict()  # the witness is written once
+    counted = calls_of(loader.state_dict)
+    assert counted.total() <= 38 and not counted["summary.py:add"], counted
+    dataset.size += 1
+    assert calls_of(loader.state_dict)["summary.py:add"]
+    assert not calls_of(loader.state_dict)["summary.py:add"]
+
+
 def test_what_the_next_batch_follows_from_is_few_attributes() -> None:
     """Each has one meaning; what they refer to are values, or what says how to read. So no object is a bag of them."""
     loader = midepoch.wrap(DataLoader(sources.Indices(4000), batch_size=4), seed=1)
