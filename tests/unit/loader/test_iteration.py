@@ -114,14 +114,10 @@ def test_set_epoch_drops_nothing_of_a_loaded_epoch(apart: int) -> None:
         loader.set_epoch(1 + apart)  # who is told once need not be told again
         assert place(loader) == (1, 8)
         assert sources.taken(loader) == whole[1][2:]
-        # The caller's epochs follow one another: so do ours.
-        loader.set_epoch(2 + apart)
-        assert place(loader) == (2, 0)
-        assert sources.taken(loader) == whole[2]
-        loader.set_epoch(3 + apart)
-        assert sources.taken(loader) == whole[3]
-        loader.set_epoch(4 + apart)
-        assert place(loader) == (4, 0)
+        for epoch in (2, 3):  # the caller's epochs follow one another: so do ours
+            loader.set_epoch(epoch + apart)
+            assert place(loader) == (epoch, 0)
+            assert sources.taken(loader) == whole[epoch]
         loader.set_epoch(4)  # the numbers agree again
         assert place(loader) == (4, 0)
         assert sources.taken(loader) == whole[4]
