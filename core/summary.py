@@ -78,21 +78,31 @@ class Watch:
     """The summary of the same roots, asked for again and again: it is made anew where something has moved."""
 
     def __init__(self, roots: dict[str, Any]) -> None:
-        self._roots, self._walk = roots, _Walk(roots)
+        self._roots = roots
+        self._walk: _Walk | None = _Walk(roots)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A walk holds code, which cannot be pickled; another process walks by itself.
+        return {"_roots": self._roots, "_walk": None}
+
+    def _anew(self) -> _Walk:
+        self._walk = _Walk(self._roots)
+        return self._walk
 
     def summary(self) -> dict[str, int]:
         """As of `summarize`; the same object as the last time if nothing has moved."""
-        for value, number, members in self._walk.parts:
+        walk = self._walk or self._anew()
+        for value, number, members in walk.parts:
             now, held = _parts_of(value)
             if now != number or len(held) != len(members) or not all(map(operator.is_, held, members)):
-                self._walk = _Walk(self._roots)
+                walk = self._anew()
                 break
-        return self._walk.found
+        return walk.found
 
     @property
     def values(self) -> dict[str, Any]:
         """The numbers, texts and truth values in the latest summary, by path."""
-        return self._walk.values
+        return (self._walk or self._anew()).values
 
 
 def changed_paths(before: dict[str, int], after: dict[str, int]) -> list[str]:
