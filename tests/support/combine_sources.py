@@ -32,12 +32,6 @@ def part(
     return midepoch.wrap(loader, seed=first, world=midepoch.World(rank, world_size))
 
 
-def identify_all(batch: Any) -> list[int]:
-    """The samples of every part that gave some."""
-    batches = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else [batch]
-    return [each for one in batches if one is not None for each in identify(one)]
-
-
 def identify_short(batch: Any) -> list[int]:
     """Those of the part that is read from its beginning to its end."""
     return identify(batch["short"])
