@@ -15,6 +15,7 @@ from ..backends import COUNTING_TRAINERS
 from ..errors import MidepochError, StateError, UnsupportedSourceError, warn
 from ..order.holes import Holes
 from ..sharding import length_of
+from ..state.codec import decode
 from ..state.format import State
 from ..state.parts import part_of
 from ..world import MicroShare, Share, World
@@ -502,7 +503,7 @@ class Loader(Generic[Batch]):
         if not all(taken):
             raise MidepochError(f"rank {taken.index(False)} takes no tickets, and others do: take them on every rank")
         parts = [part_of(each["detail"], rank, len(states)) for rank, each in enumerate(states)]
-        return self._progress.united(map(Holes.parse, parts))
+        return self._progress.united(Holes.parse(str(decode(part))) for part in parts)
 
     # --- ranks that leave and join while training goes on ---
 

@@ -28,6 +28,7 @@ from typing import Any, Self
 from ..errors import MidepochError, SourceError, StateError, warn
 from ..order import MAXIMUM_SIZE
 from ..order.holes import Holes, Omit
+from ..state.codec import encode
 from ..state.format import State, reseal
 from ..state.parts import single_part
 from ..world import Share, World
@@ -342,7 +343,7 @@ class Progress:
         if self._is_past(tickets):
             here = Place(tickets.last.reading.run.epoch, tickets.size)
         state = self.state_at(here._replace(detail=tickets.last.reading.session.detail(None)))
-        return reseal({**state, "detail": single_part(world.rank, still.text())})
+        return reseal({**state, "detail": single_part(world.rank, encode(still.text()))})
 
     def _is_past(self, tickets: Tickets) -> bool:
         """Whether all batches of their epoch were handed out."""

@@ -249,6 +249,7 @@ def test_more_open_batches_than_a_state_holds_are_refused() -> None:
             ticket = loader.ticket
             if loader is loaders[0]:
                 loader.finish(ticket)
+    assert len(json.dumps(loaders[1].state_dict())) <= 512
     with pytest.raises(StateError, match="finish the oldest batches first"):
         join_states([loader.state_dict() for loader in loaders], loaders[0])
 
