@@ -23,14 +23,19 @@ from support import sources, wild_sources
 OWN = str(Path(midepoch.__file__).parent)
 
 
-@pytest.fixture(autouse=True)
-def nothing_left_by_others() -> Iterator[None]:
-    """Half of a pair of numpy's normal numbers takes a call to be kept, and garbage calls what it has registered."""
-    np.random.seed(0)
+@pytest.fixture(autouse=True, scope="module")
+def no_garbage_of_others() -> Iterator[None]:
+    """Garbage calls what it has registered when it is collected."""
     gc.collect()
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def no_number_is_kept() -> None:
+    """Half of a pair of numpy's normal numbers takes a call to be kept."""
+    np.random.seed(0)
 
 
 def calls_of(action: Any) -> Counter[str]:
