@@ -99,6 +99,10 @@ class Watch:
                 break
         return walk.found
 
+    def rest(self) -> None:
+        """Hold nothing that the program may drop until the summary is asked for again."""
+        self._walk = None
+
     @property
     def values(self) -> dict[str, Any]:
         """The numbers, texts and truth values in the latest summary, by path."""

@@ -62,6 +62,7 @@ class LoopChanges:
         self._expected = {path: value for path, value in self._known.items() if path != REST}
         self._watch = Watch(self._named())
         self._held, self._was_loaded = self._look(), True
+        self.rest()
 
     def opened(self, inside: bool) -> None:
         """A session was opened. `inside`: within an epoch, so what its readers had is known."""
@@ -90,6 +91,10 @@ class LoopChanges:
             self._by_reading |= _differing(self._held, look) | (self._held.keys() ^ look.keys())
             self._known = {path: value for path, value in self._known.items() if path not in self._by_reading}
 
+    def rest(self) -> None:
+        """No pass is read: what the loop replaces now is held by nobody, so that it can be renewed in its place."""
+        self._watch.rest()
+
     def text(self, inside: bool) -> str:
         """For a state: `changed_text`.
 
@@ -103,6 +108,8 @@ class LoopChanges:
             self._note(moved, look if alone and inside else self._held)
             if inside and not alone:
                 self._tell_of_workers(moved - self._by_reading - self._told)
+        if not inside:
+            self.rest()
         return changed_text(self._known)
 
     def _note(self, moved: set[str], look: _Look) -> None:

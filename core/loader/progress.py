@@ -605,6 +605,8 @@ class Progress:
             self.spent = None
             self.end_pass()
             reading.close()
+            if self.states.changes is not None:
+                self.states.changes.rest()
 
     def close(self) -> None:
         """Stop worker processes and threads. The place stays; iterating again starts them again."""

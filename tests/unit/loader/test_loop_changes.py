@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,20 @@ def test_data_that_the_loop_renews_are_not_called_others(renewed: bool, recwarn:
         again.load_state_dict(state)
         with pytest.warns(MidepochWarning, match="is not bit for bit"):
             next(iter(again))
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_data_that_the_loop_drops_between_passes_are_freed(saves: bool) -> None:
+    """So that it can load others in their place."""
+    loader = wrapped(Scaled())
+    for _ in loader.epochs(2):
+        list(loader)
+        if saves:
+            loader.state_dict()
+        old = weakref.ref(loader.dataset.data)
+        loader.dataset.data = None
+        assert old() is None
+        loader.dataset.data = torch.arange(12.0)
 
 
 @pytest.mark.parametrize("restored", ["not at all", "before the load", "in each epoch"])
