@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
+import math
 import operator
 import os
 import pathlib
@@ -322,11 +323,14 @@ def _array(value: Any) -> tuple[dict[str, int], int]:
         read = value.device.type == "cpu" and value.layout is torch.strided and not value.requires_grad
         read = read and not value.is_shared()
         if read:
-            here = {HERE: _crc(repr((value.data_ptr(), value._version)))}
+            version = None if value.is_inference() else value._version
+            here = {HERE: _crc(repr((value.data_ptr(), version)))}
     if read and value.nbytes:
-        whole = value.nbytes <= _SMALL_ARRAY
-        some = (value if whole else value[:: -(-len(value) // _PLACES)]).reshape(-1)
-        some = some if whole else some[:_PLACES]
+        some = value
+        if value.nbytes > _SMALL_ARRAY and value.ndim:
+            count = math.prod(value.shape)
+            places = [each * (count - 1) // (_PLACES - 1) for each in range(min(_PLACES, count))]
+            some = value[np.unravel_index(places, tuple(value.shape))]
         size, crc = some.nbytes, zlib.crc32(some.tobytes() if type(value) is np.ndarray else _bytes_of(some), crc)
     return {"": crc, **here}, size
 
@@ -362,7 +366,7 @@ def _held(descriptor: Any, holder: Any) -> Iterator[Any]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().view(torch.uint8).numpy())
+    return bytes(tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def _is_steady(path: str, value: Any) -> bool:
@@ -379,10 +383,10 @@ def _is_of_one_machine(text: str) -> bool:
     return "/" in text or "\\" in text or _OF_ONE_MACHINE.match(text) is not None
 
 
-def _item(value: Any) -> bytes:
+def _item(value: Any, depth: int = 0) -> bytes:
     """Of a long list's member only numbers and texts count, of a path its last part."""
-    if type(value) is tuple:
-        return b"".join(map(_item, value[:_WIDEST]))
+    if type(value) is tuple and depth < _DEEPEST:
+        return b"".join(_item(each, depth + 1) for each in value[:_WIDEST])
     if issubclass(type(value), pathlib.PurePath) and type(value).__module__.startswith("pathlib"):
         value = value.name
     if type(value) is str:

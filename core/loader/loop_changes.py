@@ -81,7 +81,7 @@ class LoopChanges:
             moved = _differing(self._held, look)
             self._note(moved, look)
             self._believe(moved & self._by_reading)
-        self._known = {path: value if path == REST else _of(look, path) for path, value in self._known.items()}
+        self._refresh(look)
         self._held = look
 
     def first_batch(self) -> None:
@@ -105,16 +105,23 @@ class LoopChanges:
         # that of a rank which was asked less often, would leave a change unsaid.
         if self._held and (look := self._look()) is not self._held:
             alone, moved = not getattr(self._adapter.source, "num_workers", 0), _differing(self._held, look)
-            self._note(moved, look if alone and inside else self._held)
+            read = look if alone and inside else self._held
+            self._refresh(read)
+            self._note(moved, read)
             if inside and not alone:
                 self._tell_of_workers(moved - self._by_reading - self._told)
         if not inside:
             self.rest()
         return changed_text(self._known)
 
+    def _refresh(self, look: _Look) -> None:
+        """What the readers have now of what was changed: it may have been set back."""
+        if not self._expected:  # else a load has just named it
+            self._known = {path: value if path == REST else _of(look, path) for path, value in self._known.items()}
+
     def _note(self, moved: set[str], look: _Look) -> None:
         for path in sorted(moved - self._by_reading):
-            self._known[path] = look[path]
+            self._known[path] = _of(look, path)
 
     def _tell_of_workers(self, moved: set[str]) -> None:
         """Workers read what they were started with, and those of a resume what the loop restores."""
@@ -150,12 +157,14 @@ class LoopChanges:
     def _look(self) -> _Look:
         summary = self._watch.summary()
         if summary is not self._summary:
-            self._summary, values = summary, self._watch.values
+            self._summary, values, before = summary, self._watch.values, self._latest
             self._latest = {
                 path: _short(values.get(path), crc)
                 for path, crc in summary.items()
                 if not path.endswith(HERE) and path != CUT_OFF and _OF_CALLERS not in path
             }
+            if CUT_OFF in summary:  # what is not met this time need not be gone
+                self._latest = {**before, **self._latest}
         return self._latest
 
     def _warn(self, expected: _Look, look: _Look) -> None:
@@ -170,7 +179,8 @@ class LoopChanges:
 
 
 def _differing(before: _Look, after: _Look) -> set[str]:
-    return {path for path, value in after.items() if before.get(path, value) != value}
+    """What has another value, or is gone. What only appears is left out: it may be a cache."""
+    return {path for path, value in before.items() if after.get(path) != value}
 
 
 def _of(look: Mapping[str, str], path: str) -> str:

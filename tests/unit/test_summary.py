@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import tracemalloc
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -59,6 +60,7 @@ class Holding(sources.Indices):
         self.transforms = [Slotted(0.1), functools.partial(pow, exp=2), self.half, adding(3)]
         self.array, self.large = np.arange(8), np.zeros(1 << 15)
         self.tensor, self.generator = torch.arange(8.0), np.random.default_rng(1)
+        self.wide = torch.zeros(2, 1 << 20)
         self.simple, self.kind, self.nothing = types.SimpleNamespace(a=1), Slotted, None
         self.number = np.float64(0.25)
 
@@ -107,6 +109,7 @@ CHANGES: dict[str, tuple[Callable[[Holding], Any], str]] = {
     "in a small array": (alter_in_place, "data.array"),
     "another large array": (lambda data: setattr(data, "large", np.ones(1 << 15)), "data.large"),
     "in a tensor": (alter_tensor, "data.tensor"),
+    "at the end of wide rows": (lambda data: data.wide[1].fill_(1), "data.wide"),
     "the kind of a generator": (lambda data: setattr(data, "generator", random.Random(1)), "data.generator"),
 }
 
@@ -262,6 +265,32 @@ def test_a_summary_looks_at_a_bounded_number(make: Callable[[], Any], most: int)
     assert 10 < calls_of(value) <= most
     assert summarize(data=value) == summarize(data=value) and len(summarize(data=value)) <= 1100
     assert _Walk({"data": value}).read < (1 << 20) + 64 * 4096, "bytes"
+
+
+def inferred() -> Any:
+    with torch.inference_mode():
+        return torch.zeros(8)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [inferred, lambda: np.array("a" * 5000), lambda: torch.ones(4, dtype=torch.cfloat).conj(), lambda: [deep()] * 99,
+     lambda: np.zeros((0, 5)), lambda: torch.tensor(3.0)],
+    ids=["inference", "a long text", "conjugate", "deep in a long list", "empty", "no dimension"],
+)  # fmt: skip
+def test_unusual_values_are_summarized(make: Callable[[], Any]) -> None:
+    value = make()
+    assert summarize(data=value) == summarize(data=value) != summarize(data=None)
+
+
+def test_a_look_at_wide_rows_copies_none() -> None:
+    rows = np.zeros((40, 1 << 18), np.float32)
+    summarize(data=rows)
+    tracemalloc.start()
+    summarize(data=rows)
+    taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert taken < 1 << 20
 
 
 def test_what_is_cut_off_is_said_and_is_no_change() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -163,6 +165,36 @@ def test_what_is_kept_is_bounded() -> None:
     again.load_state_dict(state)
     for _ in again:
         assert again.state_dict()["changed"] == state["changed"], "no resume knows these, and none forgets them"
+
+
+class Flipped(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flip: Any = functools.partial(pow, exp=2)
+        self.options = {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [(lambda data: setattr(data, "flip", None), "dataset.flip"), (lambda data: delattr(data, "flip"), "dataset.flip"),
+     (lambda data: data.options.clear(), "dataset.options['a']")],
+)  # fmt: skip
+def test_what_the_loop_takes_away_is_said(change: Callable[[Any], Any], path: str) -> None:
+    loader, again = wrapped(Flipped()), wrapped(Flipped())
+    next(iter(loader))
+    change(loader.dataset)
+    again.load_state_dict(loader.state_dict())
+    with pytest.warns(MidepochWarning, match=re.escape(f"{path} was not set for the readers, is ")):
+        next(iter(again))
+
+
+def test_what_the_loop_sets_back_is_said_as_it_is() -> None:
+    loader = wrapped(Scaled())
+    said = []
+    for _ in loader:
+        loader.dataset.factor = 2.0 if loader.position == 4 else 1.0
+        said.append(loader.state_dict()["changed"])
+    assert said[:4] == ["", '{"dataset.factor":"2.0"}', *['{"dataset.factor":"1.0"}'] * 2]
 
 
 class Trainer:
