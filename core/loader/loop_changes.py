@@ -163,8 +163,9 @@ class LoopChanges:
                 for path, crc in summary.items()
                 if not path.endswith(HERE) and path != CUT_OFF and _OF_CALLERS not in path
             }
-            if CUT_OFF in summary:  # what is not met this time need not be gone
-                self._latest = {**before, **self._latest}
+            # What is not met this time need not be gone: it may lie beyond the bounds, or in what has grown large.
+            unmet = [path for path in before.keys() - self._latest.keys() if _may_be_there(path, summary)]
+            self._latest |= {path: before[path] for path in unmet}
         return self._latest
 
     def _warn(self, expected: _Look, look: _Look) -> None:
@@ -181,6 +182,11 @@ class LoopChanges:
 def _differing(before: _Look, after: _Look) -> set[str]:
     """What has another value, or is gone. What only appears is left out: it may be a cache."""
     return {path for path, value in before.items() if after.get(path) != value}
+
+
+def _may_be_there(path: str, summary: Mapping[str, int]) -> bool:
+    holders = (path[:at] for at, sign in enumerate(path) if sign == "[")
+    return CUT_OFF in summary or any(each + HERE in summary or f"{each}[*]" in summary for each in holders)
 
 
 def _of(look: Mapping[str, str], path: str) -> str:

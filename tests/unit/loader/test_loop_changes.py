@@ -188,6 +188,18 @@ def test_what_the_loop_takes_away_is_said(change: Callable[[Any], Any], path: st
         next(iter(again))
 
 
+@pytest.mark.parametrize("many", [[1] * 65, {f"key {number}": 1 for number in range(65)}])
+def test_what_has_grown_large_is_not_gone(many: Any) -> None:
+    """As a cache does that reading fills: of a large one nothing but its length is looked at."""
+    loader = wrapped(Flipped())
+    loader.dataset.options = {"a": 1} if isinstance(many, dict) else [1]
+    said = []
+    for _ in loader:
+        loader.dataset.options = many
+        said.append(loader.state_dict()["changed"])
+    assert not any("not set" in each for each in said)
+
+
 def test_what_the_loop_sets_back_is_said_as_it_is() -> None:
     loader = wrapped(Scaled())
     said = []
