@@ -7,6 +7,7 @@ snapshot, and steps that are taken back, are lines of no snapshot.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -27,24 +28,32 @@ from .files import sync_folder
 __all__ = ["NO_LEDGER", "Ledger", "described", "ledger_path", "seal", "unseal"]
 
 
+_MOST_STRETCHES = 64
+"""Of a line: one of epochs of a single step each would not end."""
+
+
 def ledger_path(snapshot: Path) -> Path:
     """The folder of the ledger of a snapshot's run."""
     return snapshot.with_name(f"{snapshot.name}.ledger")
 
 
-def seal(values: Mapping[str, Any]) -> str:
-    """A line of a ledger: the CRC-32 of JSON, and the JSON."""
+def seal(values: Mapping[str, Any], place: str = "") -> str:
+    """A line of a ledger: a CRC-32, and JSON. `place`: of the line, so that it is damaged anywhere else."""
     text = json.dumps(values, separators=(",", ":"))
-    return f"{zlib.crc32(text.encode()):08x} {text}"
+    return f"{_crc(place, text)} {text}"
 
 
-def unseal(line: str) -> dict[str, Any]:
+def unseal(line: str, place: str = "") -> dict[str, Any]:
     """What a line says. Raises ValueError if it is damaged."""
     crc, _, text = str(line).partition(" ")
-    if crc != f"{zlib.crc32(text.encode()):08x}":
+    if crc != _crc(place, text):
         raise ValueError("it has another CRC")
     values: dict[str, Any] = json.loads(text)
     return values
+
+
+def _crc(place: str, text: str) -> str:
+    return f"{zlib.crc32(text.encode(), zlib.crc32(place.encode())):08x}"
 
 
 NO_LEDGER = seal({"files": [], "open": None})
@@ -87,7 +96,7 @@ def _taken(history: History, mark: _Mark, in_flight: int) -> dict[Reading, tuple
             found[reading] = start, stop
         if reading is mark[0]:
             return found
-    return None if mark[0] is not None and len(history) == history.maxlen else found
+    return None if len(history) == history.maxlen else found
 
 
 class Ledger:
@@ -108,7 +117,7 @@ class Ledger:
         """The run was started after a step. `text`: what `write` has returned for the loaded snapshot."""
         told = unseal(text)
         self._files = [*told["files"], [f"{random.SystemRandom().getrandbits(64):016x}", 0, step]]
-        self._pending = [] if told["open"] is None else [seal(told["open"])]
+        self._pending: list[dict[str, Any]] = [] if told["open"] is None else [told["open"]]  # lines to write
         self._bytes = 0  # of this start's file
         self._marks: dict[str, _Mark] = {}  # by loader
         self._warned: set[str] = set()
@@ -133,8 +142,8 @@ class Ledger:
                 continue  # it was read between two steps, and left: a validation
             taken |= dict(reversed(found.items()))
             names |= dict.fromkeys(found, (name, why))
-        if not self._goes_on(step, taken):
-            self._pending += [seal(self._line())] if self._first < step else []
+        if not self._goes_on(step, taken) or len(self._stretches) >= _MOST_STRETCHES:
+            self._pending += [self._line()] if self._first < step else []
             self._first, self._stretches = step, {}
         for reading, (start, stop) in taken.items():
             if (known := self._stretches.get(reading)) is not None:
@@ -176,14 +185,17 @@ class Ledger:
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._pending:
-            with (self._folder / self._files[-1][0]).open("ab") as file:
+            name, count, _ = self._files[-1]
+            lines = [seal(each, f"{name} {number}") for number, each in enumerate(self._pending, count + 1)]
+            with (self._folder / name).open("ab") as file:
                 file.truncate(self._bytes)  # what a write that failed has left
-                file.write("".join(f"{line}\n" for line in self._pending).encode())
+                file.write("".join(f"{line}\n" for line in lines).encode())
                 file.flush()
                 os.fsync(file.fileno())
                 self._bytes = file.tell()
-            sync_folder(self._folder)
-            self._files[-1][1] += len(self._pending)
+            self._files[-1][1] += len(lines)
             self._pending.clear()
+            with contextlib.suppress(OSError):  # the snapshot's own folder tells of it
+                sync_folder(self._folder)
         still_open = self._line() if self._first <= self._last else None
         return seal({"folder": self._folder.name, "files": self._files, "open": still_open})

@@ -433,6 +433,8 @@ class Loader(Generic[Batch]):
             raise ValueError(f"skip({start}, {stop}): give a range of at least one position, within [0, {size}]")
         if epoch < self.epoch or (epoch == self.epoch and progress.is_at_end):
             raise ValueError(f"skip: epoch {epoch} has ended; the loader is at epoch {self.epoch}")
+        if epoch >> 62:
+            raise ValueError(f"skip: epoch {epoch} is beyond what a state can name: give one that the run reaches")
         if epoch == self.epoch and (progress.within or progress.skipped):
             raise MidepochError("skip() within a global batch, or after a batch that failed: take the next batch first")
         progress.skip(start, stop, epoch)

@@ -69,6 +69,8 @@ class Tickets:
             session, step = self._sessions.get(ticket.session), ticket.step
             if session is None:
                 raise StateError(f"{ticket} is of another run, or of a place that was left: drop its result")
+            if step >= session.reading.steps:
+                raise StateError(f"{ticket} is of a batch that was not handed out: finish what loader.ticket gave")
             if step < session.done or step in session.beyond:
                 raise StateError(f"{ticket} is finished already: finish each ticket once")
             session.beyond.add(step)

@@ -135,7 +135,7 @@ def read_ledger(path: Path) -> Ledger:
         damaged = list[str]()
         for number in range(count):
             try:
-                known.append(unseal(lines[number]))
+                known.append(unseal(lines[number], f"{name} {number + 1}"))
             except (IndexError, ValueError) as error:
                 damaged.append(f"line {number + 1} is damaged: {error if number < len(lines) else 'it is missing'}")
         if damaged:

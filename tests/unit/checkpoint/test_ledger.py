@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+import stat
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,7 +237,9 @@ def test_damage_is_told_with_its_line_and_the_rest_is_used(line: int, known: int
         (problem,) = read_ledger(path).problems
         assert f"{file}, line {number + 1} is damaged: it has another CRC" in problem
         assert agrees(path, seen) == known
-    for rest in ([b"\n", b"\n", *lines[number + 2 :]], []):  # two lines in a row, and all from this one on
+    # Two lines in a row, another line in its place, the next one slid into it, and all from this one on.
+    for rest in ([b"\n", b"\n", *lines[number + 2 :]], [lines[number - 1], *lines[number + 1 :]] * (number > 0),
+                 lines[number + 1 :], []):  # fmt: skip
         file.write_bytes(b"".join([*lines[:number], *rest]))
         assert f"line {number + 1} is damaged" in read_ledger(path).problems[0]
         assert agrees(path, seen) <= known
@@ -264,6 +269,43 @@ def test_another_runs_ledger_is_told(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "b" / "snapshot.pt.ledger", tmp_path / "a" / "snapshot.pt.ledger")
     assert "cannot be read" in read_ledger(tmp_path / "a").problems[0]
     assert agrees(tmp_path / "a" / "snapshot.pt", seen["a"]) == 4, "which its own snapshot says"
+
+
+def test_a_file_of_another_run_in_its_place_is_damaged(tmp_path: Path) -> None:
+    seen = {run: three_starts(tmp_path / run / "snapshot.pt") for run in "ab"}
+    files = {run: dict.fromkeys(lines_of(tmp_path / run / "snapshot.pt")) for run in "ab"}
+    for mine, other in zip(files["a"], files["b"], strict=True):
+        shutil.copyfile(other, mine)
+    assert len(read_ledger(tmp_path / "a").problems) == len(files["a"])
+    assert agrees(tmp_path / "a" / "snapshot.pt", seen["a"]) == 4
+
+
+@pytest.mark.parametrize("fails", ["fsync of the file", "fsync of the folder"])
+def test_a_write_that_failed_is_made_again(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == (fails == "fsync of the folder"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    seen = Seen()
+    job = Job(tmp_path / "snapshot.pt", shuffled, 1, seen, seed=1)
+    for number in range(30):
+        job.step()
+        with monkeypatch.context() as patched, warnings.catch_warnings(action="ignore"):
+            if 10 < number < 25:
+                patched.setattr(os, "fsync", fail)
+            with contextlib.suppress(SnapshotError):
+                job.snapshot.save()
+    assert not read_ledger(job.snapshot.path).problems and agrees(job.snapshot.path, seen) == 30
+
+
+def test_epochs_of_one_step_each_are_written_down(tmp_path: Path) -> None:
+    seen = Seen()
+    job = Job(tmp_path / "snapshot.pt", lambda: DataLoader(range(4), 4, shuffle=True), 1, seen, seed=1)  # type: ignore[arg-type]
+    for _ in range(200):
+        job.step()
+    job.snapshot.save()
+    assert agrees(job.snapshot.path, seen) == 200
+    assert [line["last"] for line in read_ledger(job.snapshot.path).lines] == [64, 128, 192, 200]
 
 
 def test_a_snapshot_that_says_nonsense_of_its_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,10 @@ def test_the_body_of_epochs_waits_for_what_is_open() -> None:
 def test_a_ticket_that_is_not_open_here_is_refused() -> None:
     loader, this, tickets = begun(2)
     loader.finish(tickets[0])
-    for ticket, why in ((tickets[0], "finished already"), (begun(1)[2][0], "of another run")):
+    refused = (tickets[0], "finished already"), (begun(1)[2][0], "of another run"), (
+        tickets[1]._replace(step=2), "not handed out"
+    )  # fmt: skip
+    for ticket, why in refused:
         with pytest.raises(StateError, match=why):
             loader.finish(ticket)
     with pytest.raises(StateError, match="of another run"):

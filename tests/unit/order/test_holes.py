@@ -262,6 +262,7 @@ def test_reshard_shares_what_is_left() -> None:
 
 @pytest.mark.parametrize(("arguments", "error"), [
     *((bad, ValueError) for bad in ((3, 3), (5, 3), (-1, 3), (0, 21), (20, 21, 1), (0, 3, 0), (0, 3, -1))),
+    ((0, 3, 10**19), ValueError),
     *((bad, TypeError) for bad in ((0.0, 3), (0, "3"), (0, 3, True))),
 ])  # fmt: skip
 def test_bad_ranges_are_refused(arguments: Any, error: type[Exception]) -> None:
