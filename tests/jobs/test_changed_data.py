@@ -2,98 +2,56 @@
 
 from __future__ import annotations
 
+import json
 import os
-import random
-import warnings
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import pytest
-import torch
+from support.changed_sources import ROWS
+from support.places import TESTS
 
-from midepoch import MidepochError, MidepochWarning
-from support.changed_sources import EPOCHS, ROWS, loader_of
-from support.resuming import text_of
-
-CUTS = (0, 2), (0, "end"), (1, 2), (2, 3)
+JOB = Path(__file__).with_name("changed_data_job.py")
+WORKERS = (0, False), (2, False), (2, True)
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 
 
-class Saved(NamedTuple):
-    """A state, the steps and batches before it, and what had been said."""
-
-    state: Any
-    step: int
-    batches: int
-    told: list[str]
-
-
-class Ran(NamedTuple):
-    batches: list[str]
-    told: list[str]
-    refused: str
-    saved: list[Saved]
+def done(tasks: list[Any], hash_seed: int) -> list[dict[str, Any]]:
+    """What `changed_data_job.run` returns for each."""
+    run = subprocess.run(
+        [sys.executable, str(JOB)], input=json.dumps(tasks), stdout=subprocess.PIPE, text=True, check=True, timeout=900,
+        env={**os.environ, "PYTHONHASHSEED": str(hash_seed), "PYTHONPATH": os.pathsep.join([*sys.path, str(TESTS)])},
+    )  # fmt: skip
+    found: list[dict[str, Any]] = json.loads(run.stdout)
+    assert all(found), [task for task, each in zip(tasks, found, strict=True) if not each]
+    return found
 
 
-def run(log: Path, name: str, workers: int, kept: bool, seed: int, state: Any = None, step: int = 0) -> Ran:
-    """One run, undisturbed or from a state. `log`: where each process, also a worker's, writes what it warns of."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    row, batches, saved = ROWS[name], list[str](), list[Saved]()
-
-    def show(message: Warning | str, category: type[Warning], *place: Any, **keywords: Any) -> None:
-        if issubclass(category, MidepochWarning):
-            with log.open("a", encoding="utf-8") as file:
-                file.write(f"{message}\n")
-
-    def told() -> list[str]:
-        return log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-
-    def save(epoch: int, done: int | str) -> None:
-        if (epoch, done) in CUTS:
-            saved.append(Saved(loader.state_dict(), step, len(batches), told()))
-
-    refused = ""
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = show
-        loader = loader_of(row, workers, kept)
-        try:
-            if state is not None:
-                loader.load_state_dict(state)
-                row.after(loader, step)
-            for epoch in loader.epochs(EPOCHS):
-                row.before(loader, epoch)
-                for done, batch in enumerate(loader, 1):
-                    batches.append(text_of(batch))
-                    step += 1
-                    row.after(loader, step)
-                    save(epoch, done)
-                save(epoch, "end")
-        except MidepochError as error:
-            refused = str(error)
-        loader.close()
-    return Ran(batches, told(), refused, saved)
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_changed_data_resume_exactly_or_say_that_they_do_not(name: str, tmp_path: Path) -> None:
-    """The run that resumes begins with other global generators."""
-    row, said = ROWS[name], set[str]()
-    for number, (workers, kept) in enumerate([(0, False), (2, False), (2, True)], [*ROWS].index(name)):
-        whole = run(tmp_path / f"{number}", name, workers, kept, 1)
-        assert not whole.refused and len(whole.saved) == len(CUTS)
+def test_changed_data_resume_exactly_or_say_that_they_do_not() -> None:
+    """Each row, in processes of its own, whose generators and hashes have other seeds in the run that resumes."""
+    tasks = [[name, workers, kept, 1, None, 0] for name in ROWS for workers, kept in WORKERS]
+    resumes: list[Any] = []
+    before: list[Any] = []
+    for number, ((name, workers, kept, *_), whole) in enumerate(zip(tasks, done(tasks, 1), strict=True)):
+        assert not whole["refused"], (name, workers, kept, whole["refused"])
+        assert len(whole["states"]) == 4
+        for at, (cut, (state, step, batches, told)) in enumerate(whole["states"].items()):
+            if not CHAOS and (number + at) % 2:
+                continue  # every second cut of each row and number of workers
+            resumes.append([name, workers, kept, 2, state, step])
+            before.append((cut, told, whole["batches"][batches:]))
+    wrong: list[Any] = []
+    said: set[str] = set()
+    for (name, workers, kept, *_), (cut, told, rest), resumed in zip(resumes, before, done(resumes, 2), strict=True):
+        row = ROWS[name]
         says = row.says if workers or row.here is None else row.here
-        for at, saved in enumerate(whole.saved):
-            if not CHAOS and at != number % len(CUTS):  # each in a few rows
-                continue
-            resumed = run(tmp_path / f"{number}.{at}", name, workers, kept, 2, saved.state, saved.step)
-            heard = saved.told if says else [*saved.told, *resumed.told, resumed.refused]
-            is_said = any(says in each for each in heard) if says else any(heard)
-            is_exact = resumed.batches == whole.batches[saved.batches :] and not resumed.refused
-            assert is_exact or (says and is_said), (workers, kept, CUTS[at], heard)
-            assert says or not is_said, (workers, kept, CUTS[at], heard)
-            said |= {says} if is_said else set()
-    assert said == {each for each in (row.says, row.here) if each}
+        heard = told if says else [*told, *resumed["told"], resumed["refused"]]
+        is_said = any(says in each for each in heard) if says else any(heard)
+        is_exact = resumed["batches"] == rest and not resumed["refused"]
+        if not (is_exact and not is_said if not says else is_exact or is_said):
+            wrong.append((name, workers, kept, cut, "exact" if is_exact else "other batches", heard))
+        if is_said:
+            said.add(says)
+    assert not wrong
+    assert said == {each for row in ROWS.values() for each in (row.says, row.here) if each}

@@ -21,17 +21,20 @@ class Augmented(Dataset[torch.Tensor]):
     """Each sample has its number, the data's version, and with probability `p` a number that was drawn."""
 
     def __init__(self) -> None:
-        self.p, self.epoch, self.version = 0.9, 0, 0
+        self.p, self.mosaic, self.epoch, self.version = 0.9, True, 0, 0
 
     def __len__(self) -> int:
         return SIZE
+
+    def close_mosaic(self) -> None:
+        self.mosaic = False
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __getitem__(self, index: int) -> torch.Tensor:
         drawn = random.random() if random.random() < self.p else 0.0
-        mixed = float(np.random.rand())
+        mixed = float(np.random.rand()) if self.mosaic else 0.0
         return torch.tensor([index + 1000.0 * self.version, drawn * (1 + self.epoch), mixed], dtype=torch.float64)
 
 
@@ -68,6 +71,20 @@ class Remembers(Sampler[int]):
         return SIZE
 
 
+class StartsLater(Sampler[int]):
+    """Has a start index that is used once."""
+
+    def __init__(self) -> None:
+        self.start = 6
+
+    def __iter__(self) -> Iterator[int]:
+        start, self.start = self.start, 0
+        return iter(range(start, SIZE))
+
+    def __len__(self) -> int:
+        return SIZE - self.start
+
+
 class Reseeds(Augmented):
     """Seeds python's generator where a process notices a new epoch."""
 
@@ -84,6 +101,18 @@ class Reseeds(Augmented):
             self.noticed = int(self.now)
             random.seed(self.noticed)
         return super().__getitem__(index)
+
+
+class Mosaic(Augmented):
+    """Each sample has something of those that its process has read before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer: list[float] = []
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.buffer = [*self.buffer[-7:], float(index)]
+        return torch.tensor([float(index), random.choice(self.buffer)])
 
 
 class MakesLate(Augmented):
@@ -182,6 +211,11 @@ def ends_it(loader: Loader, epoch: int) -> None:
     loader.dataset.p = 0.9 if epoch < 1 else 0.0
 
 
+def closes(loader: Loader, epoch: int) -> None:
+    if epoch >= 1:
+        loader.dataset.close_mosaic()
+
+
 def sets_the_epoch(loader: Loader, epoch: int) -> None:
     loader.dataset.set_epoch(epoch)
 
@@ -196,6 +230,7 @@ def follows_the_step(loader: Loader, step: int) -> None:
 
 ROWS = {
     "a probability ends": Row(loading(Augmented), ends_it),
+    "close_mosaic": Row(loading(Augmented), closes),
     "set_epoch": Row(loading(Augmented), sets_the_epoch),
     "a sampler tells the epoch": Row(told_by_its_sampler),
     "a probability follows the step": Row(
@@ -204,7 +239,9 @@ ROWS = {
     ),
     "data are renewed": Row(loading(Augmented), renews),
     "a sample reseeds": Row(loading(Reseeds), sets_the_epoch, says="two reads of sample"),
+    "a mosaic": Row(loading(Mosaic), says="two reads of sample"),
     "a sampler that remembers": Row(loading(Augmented, Remembers)),
+    "a start that is used once": Row(loading(Augmented, StartsLater)),
     "a load that draws": Row(
         lambda **workers: DataLoader(DrawsInLoad(), batch_size=None, collate_fn=as_it_is, **workers),
         says="load_state_dict of this DrawsInLoad draws",
