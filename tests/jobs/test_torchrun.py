@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from support import forking, jobs
 class Job:
     """torchrun on this machine, in a session of its own."""
 
-    def __init__(self, folder: Path, processes: int, *options: str) -> None:
+    def __init__(self, folder: Path, processes: int, *options: str, launcher: Sequence[str] = ()) -> None:
         command = [torchrun_job.__file__, str(folder), *options]
         self.folder = folder
-        self.process = jobs.torchrun(processes, command, new_session=True)
+        self.process = jobs.torchrun(processes, command, launcher, new_session=True)
 
     def wait(self) -> str:
         try:
@@ -132,6 +132,54 @@ def test_a_state_of_which_each_rank_knows_its_part(tmp_path: Path) -> None:
     Job(tmp_path, 2, "--own", "--every=1000", "--epochs=1", "--pause=0").finish()
     samples = [sample[0] for event in events(tmp_path, "step") for sample in event["batch"]]
     assert sorted(samples) == list(range(torchrun_job.SIZE)), "each sample once"
+
+
+@pytest.mark.long  # two agents of torchrun, each with its own ranks
+def test_machines_that_come_and_go(uninterrupted: dict[int, list[Any]], tmp_path: Path) -> None:
+    """Agents of three machines, here in one: two begin, a third joins, and then two of them are lost.
+
+    The first agent looks late whether somebody wants to join: its rank has stopped for another's signal by then.
+    """
+    port = jobs.free_port()
+
+    def start(first: bool) -> Job:
+        launcher = (
+            "--nnodes=1:3", "--rdzv-id=elastic", f"--rdzv-endpoint=localhost:{port}",
+            "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=8,join_timeout=120,"
+            f"is_host={int(first)}",
+            "--max-restarts=20", f"--monitor-interval={3 if first else 0.2}",
+        )  # fmt: skip
+        return Job(tmp_path, 1, "--every=2", "--pause=0.02", launcher=launcher)
+
+    def trained(world_size: int) -> bool:
+        """Whether all of so many ranks have trained on batches together, and a snapshot has been saved since."""
+        steps = events(tmp_path, "step", world_size=world_size)
+        return len({event["rank"] for event in steps}) == world_size and len({event["step"] for event in steps}) > 3
+
+    (tmp_path / "pause").write_text("0.8")  # until all have been there
+    agents = [start(first=True), start(first=False)]
+    try:
+        agents[0].until(lambda: trained(2))
+        agents.append(start(first=False))
+        agents[0].until(lambda: trained(3))
+        # Two machines are gone in an instant: their agents and their processes.
+        lost = [child for agent in agents[1:] for child in psutil.Process(agent.process.pid).children(recursive=True)]
+        for agent in agents[1:]:
+            agent.kill()
+        for child in lost:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        before = len(events(tmp_path, "pid"))
+        (tmp_path / "pause").unlink()
+        agents[0].finish()
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert global_batches(tmp_path) == uninterrupted
+    began = events(tmp_path, "pid")
+    assert {event["world_size"] for event in began[:before]} >= {2, 3}
+    assert {event["world_size"] for event in began[before:]} == {1}
+    assert began[-1]["resumed"] and began[-1]["steps"] > 0
 
 
 @pytest.mark.long
