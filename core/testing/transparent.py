@@ -15,6 +15,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..loader.loader import Loader
@@ -22,7 +24,6 @@ from ..loader.part import Part
 from ..randomness.streams import without_keys
 from ..reading.exposed import exposed_samplers
 from ..reading.private import shut_down
-from ..summary import HERE, Watch
 from ..wrapping import wrap
 from .examine import Examination
 from .law import law
@@ -36,6 +37,7 @@ __all__ = ["transparent"]
 
 _PASSES = 3
 _MOST_UNKNOWN = 1000  # batches of a pass whose length is unknown
+_FEW = 32  # items of a container that are compared one by one
 _ERRORS = "midepoch.errors"
 _OURS = f"{_ERRORS}.MidepochError"
 
@@ -277,11 +279,36 @@ def _attributes(thing: Any) -> dict[str, Any]:
 
 
 def _visible(source: Any) -> dict[str, Hashable]:
-    """Path -> value of the public numbers, texts and truth values in the user's own objects; of containers, lengths."""
-    watch = Watch({} if source is None else _parts(source))
-    lengths = {path: size for path, size in watch.summary().items() if path.removesuffix(HERE).endswith(".len")}
-    values = {path: repr(value) if type(value) is float else value for path, value in watch.values.items()}
-    return {path: value for path, value in (lengths | values).items() if "._" not in path}
+    """Path -> value of the plain attributes of the user's own objects, and of the objects in these."""
+    found: dict[str, Hashable] = {}
+    waiting = [] if source is None else [(place, part, 0) for place, part in _parts(source).items()]
+    while waiting:
+        path, thing, depth = waiting.pop()
+        for name, value in _attributes(thing).items():
+            if not str(name).startswith("_"):
+                found.update(_plain(f"{path}.{name}", value))
+                if depth == 0:
+                    waiting.append((f"{path}.{name}", value, 1))
+    return found
+
+
+_PLAIN = (bool, int, str, float, type(None))
+
+
+def _plain(path: str, value: Any) -> dict[str, Hashable]:
+    """A number, a text or a bool, by its path; of a container its length, and its items if they are few and plain."""
+    if type(value) in _PLAIN:
+        return {path: repr(value) if type(value) is float else value}
+    if type(value) in (torch.Tensor, np.ndarray):
+        return {f"{path}.shape": tuple(value.shape)}
+    if type(value) not in (list, tuple, dict, set):
+        return {}
+    found: dict[str, Hashable] = {f"len({path})": len(value)}
+    members = list(value.items()) if type(value) is dict else list(value)
+    parts = [part for each in members for part in (each if type(each) is tuple else (each,))]
+    if len(members) <= _FEW and type(value) is not set and all(type(part) in _PLAIN for part in parts):
+        found[path] = repr(value)
+    return found
 
 
 # --- comparing --------------------------------------------------------------------------------------------------------
@@ -434,7 +461,7 @@ class _Comparison:
             here = mine.get(name)
             if name in self.plain.epochs or there != again.get(name) or there == here:
                 continue
-            if self.way.num_workers and not re.fullmatch(r"(batch_)?sampler\.\w+(\.len|\[.*\])?", name):
+            if self.way.num_workers and not re.fullmatch(r"(batch_)?sampler\.\w+", name):
                 continue  # workers have datasets of their own
             begun = before.get(name)
             if isinstance(begun, int) and isinstance(there, int) and isinstance(here, int):
