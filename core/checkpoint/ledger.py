@@ -14,18 +14,19 @@ import os
 import random
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import StateError, warn
 from ..loader.body import Body
+from ..loader.lending import lends
 from ..loader.loader import Loader
 from ..loader.reading import History, Reading
 from ..order.holes import Holes, Omit
 from .files import sync_folder
 
-__all__ = ["NO_LEDGER", "Ledger", "described", "ledger_path", "seal", "unseal"]
+__all__ = ["NO_LEDGER", "Ledger", "described", "ledger_path", "seal", "trained_loaders", "unseal"]
 
 
 _MOST_STRETCHES = 64
@@ -79,6 +80,18 @@ def described(loader: Loader, reading: Reading) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def trained_loaders(ledger: bool | str | Iterable[str], parts: Mapping[str, Any]) -> list[str]:
+    """The names of the loaders that steps are trained on, as `Snapshot` was told. Raises ValueError."""
+    loaders = [name for name, part in parts.items() if lends(part)]
+    names = loaders if ledger is True else [ledger] if isinstance(ledger, str) else list(ledger or ())
+    if not set(names) <= set(loaders) or (ledger is True and len(names) != 1):
+        raise ValueError(
+            f"ledger={ledger!r} does not say which loaders ({', '.join(loaders) or 'none is given'}) steps are trained "
+            f"on: name those, as in ledger={loaders[:1]}"
+        )
+    return names
+
+
 _Mark = tuple[Reading | None, int]
 """The session of the last batch that a step was trained on, and how many of its batches steps were trained on."""
 
@@ -107,10 +120,12 @@ class Ledger:
 
     Args:
         snapshot: the path of the newest snapshot; absolute.
+        names: of the loaders that steps are trained on.
     """
 
-    def __init__(self, snapshot: Path) -> None:
-        self._folder = ledger_path(snapshot)
+    def __init__(self, snapshot: Path, names: Iterable[str]) -> None:
+        self._folder, self._names = ledger_path(snapshot), list(names)
+        self._warned: set[str] = set()
         self.begin(NO_LEDGER, 0)
 
     def begin(self, text: str, step: int) -> None:
@@ -120,17 +135,15 @@ class Ledger:
         self._pending: list[dict[str, Any]] = [] if told["open"] is None else [told["open"]]  # lines to write
         self._bytes = 0  # of this start's file
         self._marks: dict[str, _Mark] = {}  # by loader
-        self._warned: set[str] = set()
         self._first, self._last = step + 1, step  # of the steps that no line has
         self._stretches: dict[Reading, dict[str, Any]] = {}  # what they took
 
     def look(self, loaders: Mapping[str, Loader], step: int, in_flight: int, body: Body | None) -> None:
         """See what a step took that was just counted. `in_flight`: as `Snapshot.step` has it."""
-        still_read = {name for name, loader in loaders.items() if loader._progress.latest() is not None}
         taken: dict[Reading, tuple[int, int]] = {}
         names: dict[Reading, tuple[str, str]] = {}  # of the loader, and why the ledger does not know the batches
-        for name, loader in loaders.items():
-            if not (history := loader._progress.history):
+        for name in self._names:
+            if name not in loaders or not (history := loaders[name]._progress.history):
                 continue
             newest, mark = history[-1][0], self._marks.get(name, (None, 0))
             ahead = in_flight if body is None or not in_flight else body.in_flight_of(name, in_flight)
@@ -138,8 +151,6 @@ class Ledger:
             if found is None:
                 found, why = {newest: (0, newest.steps)}, "a step took more batches than are remembered"
             self._marks[name] = next(((reading, stop) for reading, (_, stop) in found.items()), mark)
-            if newest is not mark[0] and still_read and name not in still_read and not ahead:
-                continue  # it was read between two steps, and left: a validation
             taken |= dict(reversed(found.items()))
             names |= dict.fromkeys(found, (name, why))
         if not self._goes_on(step, taken) or len(self._stretches) >= _MOST_STRETCHES:

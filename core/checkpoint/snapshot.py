@@ -27,7 +27,7 @@ from .epoch_loop import EpochLoop
 from .files import Found, SnapshotFile, cure_of, find, release_files
 from .fitting import merge
 from .generators import check_generators, seed_generators, set_generators
-from .ledger import NO_LEDGER, Ledger
+from .ledger import NO_LEDGER, Ledger, trained_loaders
 from .ranks import NEVER, Agreement, Ranks
 from .signals import Signals, end_process
 from .unfollowed import Unfollowed
@@ -75,7 +75,7 @@ class Snapshot:
         keep: int = 2,
         signals: Iterable[signal.Signals] = _SIGNALS,
         exit_status: int = 0,
-        ledger: bool = False,
+        ledger: bool | str | Iterable[str] = False,
         group: ProcessGroup | None = None,
         parts: Mapping[str, Any] | None = None,
         **keywords: Any,
@@ -88,8 +88,8 @@ class Snapshot:
             signals: on which `step` saves and exits, SIGTERM and SIGUSR1 by default; empty to install no handlers.
             exit_status: of the SystemExit that follows. torchrun takes 0 for success. Pass another status if your
                 scheduler restarts the job on it.
-            ledger: whether to keep what each step was trained on in the folder ``snapshot.pt.ledger``: half a kilobyte
-                an epoch. `midepoch trace` reads it.
+            ledger: True to keep what each step was trained on, in the folder ``snapshot.pt.ledger``: half a kilobyte an
+                epoch. `midepoch trace` reads it. Where not all loaders are trained on: the names of those that are.
             group: the processes that train together; None for all. It must support CPU tensors. If the default group
                 does not (NCCL only), a gloo group is made.
             parts: what to save, by name, as in `keywords`; for names that are arguments of Snapshot themselves.
@@ -99,7 +99,7 @@ class Snapshot:
 
         Raises:
             TypeError: there is nothing to save, a part has no state, or a name is both in `parts` and a keyword.
-            ValueError: an argument is out of range.
+            ValueError: an argument is out of range, or `ledger` does not say which of several loaders are trained on.
             MidepochError: signals are wanted, but this is not the main thread.
             SnapshotError: this system has no locks for files, as Windows.
         """
@@ -112,7 +112,8 @@ class Snapshot:
         self._parts = merge(parts, keywords)
         self._every, self._exit_status = every, exit_status
         self._file = SnapshotFile(self.path, keep)
-        self._ledger = Ledger(self.path) if ledger else None
+        trained = trained_loaders(ledger, self._parts)
+        self._ledger = Ledger(self.path, trained) if trained else None
         self._agreement = Agreement(group)
         self._loop = EpochLoop(self._parts)
         self._unfollowed = Unfollowed()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .loader import Loader
 
-__all__ = ["LENDS", "loader_of"]
+__all__ = ["LENDS", "lends", "loader_of"]
 
 LENDS = "_midepoch_lends"  # the method by which a StatefulIterable returns its loader
 
@@ -16,3 +16,8 @@ def loader_of(source: object) -> Loader | None:
     lend = getattr(type(source), LENDS, None)
     lent: Loader | None = None if lend is None else lend(source)
     return lent
+
+
+def lends(source: object) -> bool:
+    """Whether `loader_of` gives its loader, perhaps only later."""
+    return isinstance(source, Loader) or hasattr(type(source), LENDS)

@@ -15,6 +15,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from torch.utils.data import DataLoader
 
@@ -322,9 +323,9 @@ def test_a_snapshot_that_says_nonsense_of_its_ledger(tmp_path: Path, monkeypatch
 # --- which loaders ---
 
 
-def trained(path: Path, body: Callable[..., None], **loaders: Any) -> dict[str, list[int]]:
+def trained(path: Path, body: Callable[..., None], names: Any = True, **loaders: Any) -> dict[str, list[int]]:
     """By loader, how many batches each step took, as the ledger of a job has them."""
-    with Snapshot(path, ledger=True, signals=(), parts=loaders) as snapshot:
+    with Snapshot(path, ledger=names, signals=(), parts=loaders) as snapshot:
         body(snapshot, **loaders)
         snapshot.save()
     ledger = read_ledger(path)
@@ -365,6 +366,12 @@ def reads_both(snapshot: Snapshot, one: Any, two: Any) -> None:
             snapshot.step()
 
 
+def looks_at_one(snapshot: Snapshot, one: Any, two: Any) -> None:
+    for _ in one:
+        next(iter(two))
+        snapshot.step()
+
+
 def takes_turns(snapshot: Snapshot, one: Any, two: Any) -> None:
     for _ in range(2):
         others = iter(two)
@@ -374,20 +381,34 @@ def takes_turns(snapshot: Snapshot, one: Any, two: Any) -> None:
             snapshot.step()
 
 
+@pytest.mark.filterwarnings("ignore:a pass was given up after its first batch")
 @pytest.mark.parametrize(
-    ("body", "one", "two", "lines"),
+    ("body", "names", "one", "two", "lines"),
     [
-        (accumulates(4), [4, 2], [0] * 2, 2),
-        (accumulates(8), [6], [0], 1),
-        (validates, [1] * 18, [0] * 18, 3),
-        (reads_both, [1] * 12, [0] * 6 + [1] * 6, 2),
-        (takes_turns, [1, 0] * 12, [0, 1] * 12, 2),
+        (accumulates(4), "one", [4, 2], [0] * 2, 2),
+        (accumulates(8), ["one", "two"], [6], [0], 1),
+        (validates, "one", [1] * 18, [0] * 18, 3),
+        (validates, ["two", "one"], [1] * 18, [0, 0, 0, 6, *[0] * 5, 2, *[0] * 5, 6, 0, 0], 3),
+        (reads_both, ["one", "two"], [1] * 12, [0] * 6 + [1] * 6, 2),
+        (looks_at_one, ["one", "two"], [1] * 6, [1] * 6, 1),
+        (takes_turns, ["one", "two"], [1, 0] * 12, [0, 1] * 12, 2),
     ],
 )  # fmt: skip
-def test_which_loaders_a_step_was_trained_on(body: Any, one: Any, two: Any, lines: int, tmp_path: Path) -> None:
+def test_a_step_was_trained_on_the_loaders_that_are_named(
+    body: Any, names: Any, one: Any, two: Any, lines: int, tmp_path: Path
+) -> None:
     loaders = {name: midepoch.wrap(shuffled(), seed=1) for name in ("one", "two")}
-    assert trained(tmp_path / "snapshot.pt", body, **loaders) == {"one": one, "two": two}
+    assert trained(tmp_path / "snapshot.pt", body, names, **loaders) == {"one": one, "two": two}
     assert len(read_ledger(tmp_path).lines) == lines
+
+
+@pytest.mark.parametrize("names", [True, "three", ["one", "three"]])
+def test_which_of_several_loaders_has_to_be_said(names: Any, tmp_path: Path) -> None:
+    loaders = {name: midepoch.wrap(shuffled(), seed=1) for name in ("one", "two")}
+    with pytest.raises(ValueError, match=r"ledger=.* does not say which loaders .one, two. .*ledger=.'one'"):
+        Snapshot(tmp_path / "snapshot.pt", ledger=names, signals=(), parts=loaders)
+    with pytest.raises(ValueError, match="none is given"):
+        Snapshot(tmp_path / "snapshot.pt", ledger=True, signals=(), model=torch.nn.Linear(1, 1))
 
 
 def test_a_source_that_cannot_be_computed_is_told_at_once(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_another_source_is_refused(made: Any, named: str, words: str, tmp_path: 
 
 def test_of_two_loaders_the_source_is_one(tmp_path: Path) -> None:
     loaders = {"one": midepoch.wrap(plain(), seed=1), "two": midepoch.wrap(plain(), seed=2)}
-    with midepoch.Snapshot(tmp_path / "snapshot.pt", ledger=True, signals=(), parts=loaders) as snapshot:
+    with midepoch.Snapshot(tmp_path / "snapshot.pt", ledger=["one", "two"], signals=(), parts=loaders) as snapshot:
         seen: list[Any] = []
         for _, batch in zip(*loaders.values(), strict=True):
             seen.append(batch)
