@@ -218,12 +218,6 @@ class MaterializedOrder:
         self._begun.clear()
         self._ahead = None
 
-    def clone(self) -> MaterializedOrder:
-        """The same order for another loader of the same source, which may go on with a pass that was begun here."""
-        clone = copy.copy(self)
-        clone._begun = dict(self._begun)
-        return clone
-
     def _try(self, listed: MaterializedEpoch, copied: Copied, seed: int, epoch: int) -> None:
         """Learn from two passes over a copy whether the sampler repeats itself, and keeps something from pass to pass.
 

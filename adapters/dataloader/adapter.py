@@ -179,13 +179,6 @@ class MapDataLoaderAdapter(Adapter):
             self.note(order.finding)
         self._opened = place.epoch
 
-    def __copy__(self) -> MapDataLoaderAdapter:
-        """One that knows what the sampler has given."""
-        clone = type(self)(self.source, self.options)
-        if isinstance(self._order, MaterializedOrder) and isinstance(clone._order, MaterializedOrder):
-            clone._order = self._order.clone()
-        return clone
-
     def size(self, seed: int, epoch: int, world: World, detail: str = "") -> int | None:
         """Samples, or batches of a user's batch sampler, in one epoch; None if it does not end."""
         if epoch != self._opened:

@@ -172,13 +172,6 @@ class StatefulAdapter(Adapter):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "source": self.what_is_sent(), "_copied": None}
 
-    def __copy__(self) -> Adapter:
-        """Refused: two loaders over one source would move each other."""
-        raise UnsupportedSourceError(
-            f"{type(self.source).__name__} keeps its own state, which two loaders cannot share: make another source "
-            "and wrap it, instead of copying this loader"
-        )
-
     # --- the epoch ---
 
     def begin(self, run: Run) -> None:

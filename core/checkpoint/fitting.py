@@ -13,9 +13,6 @@ from .private import has_own_loading, unwrapped
 
 __all__ = ["check_fits", "kinds_of", "merge", "sharded"]
 
-_AS_SAVED = "make it as in the run that saved it"
-
-
 def merge(parts: Mapping[str, Any] | None, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """The parts by name, ready to be saved, from `Snapshot`'s ``parts=`` and its keywords.
 
@@ -67,52 +64,41 @@ def check_fits(parts: Mapping[str, Any], states: Mapping[str, Any], saved_kinds:
         )
     kinds = kinds_of(parts)
     for name, part in parts.items():
-        saved = saved_kinds.get(name)
-        if kinds.get(name) != saved:
-            kind = kinds.get(name, type(part).__qualname__)
-            told = f"{name} is a {kind}, but the snapshot has the state of a {saved or 'model or a loader'}"
-            raise SnapshotError(f"{told}: {_AS_SAVED}")
-        state = states[name]
-        if (loader := loader_of(part)) is not None:
+        state, kind, saved = states[name], kinds.get(name), saved_kinds.get(name)
+        told = ""
+        if kind != saved:
+            told = f"is a {kind or type(part).__qualname__}, but the snapshot has the state of a "
+            told += saved or "model or a loader"
+        elif (loader := loader_of(part)) is not None:
             loader._progress.check(state)
-        elif type(part).load_state_dict is torch.nn.Module.load_state_dict and not has_own_loading(part):
-            _check_model(name, part.state_dict(), state)
         elif isinstance(part, torch.optim.Optimizer):
-            _check_optimizer(name, part.state_dict(), state)
+            told = _difference({"param_groups": _groups(part.state_dict())}, {"param_groups": _groups(state)})
+        elif type(part).load_state_dict is torch.nn.Module.load_state_dict and not has_own_loading(part):
+            told = _difference(*({key: _form(each[key]) for key in each} for each in (part.state_dict(), state)))
         elif not state and part.state_dict():
-            told = f"{name} differs: its saved state is empty, as if it had been disabled"
-            raise SnapshotError(f"{told}; {_AS_SAVED}")
+            told = "differs: its saved state is empty, as if it had been disabled"
+        if told:
+            raise SnapshotError(f"{name} {told}: make it as in the run that saved it")
 
 
-def _check_model(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _difference(own: Mapping[str, str], saved: Mapping[str, str]) -> str:
+    """The first name at which two descriptions differ, for a message; '' if there is none."""
     for key in sorted(own.keys() | saved.keys()):
-        if (key in own) != (key in saved) or not _can_fill(own[key], saved[key]):
-            told = f"{name} differs at {key!r}: the snapshot has {_described(saved, key)}"
-            raise SnapshotError(f"{told}, this model {_described(own, key)}; {_AS_SAVED}")
+        mine, theirs = own.get(key, "nothing"), saved.get(key, "nothing")
+        if mine != theirs and not key.endswith("_extra_state"):  # which a module judges by itself
+            return f"differs at {key!r}: the snapshot has {theirs}, this run {mine}"
+    return ""
 
 
-def _check_optimizer(name: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    mine, theirs = ([len(group["params"]) for group in each["param_groups"]] for each in (own, saved))
-    if mine != theirs:
-        told = f"{name} differs: the snapshot has groups of {theirs} parameters, this optimizer {mine}"
-        raise SnapshotError(f"{told}; {_AS_SAVED}")
+def _groups(state: Any) -> str:
+    return f"groups of {[len(group['params']) for group in state['param_groups']]} parameters"
 
 
-def _can_fill(own: Any, saved: Any) -> bool:
-    """Whether a saved value can fill a tensor of the model. The model itself judges other values."""
-    if not isinstance(own, torch.Tensor):
-        return True
-    fits = isinstance(saved, torch.Tensor) and saved.shape == own.shape and saved.layout == own.layout
-    return fits and not saved.is_meta
-
-
-def _described(state: Mapping[str, Any], key: str) -> str:
-    if key not in state:
-        return "none"
-    value = state[key]
+def _form(value: Any) -> str:
+    """What a value of a model must have in common with the saved one."""
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
-    kind = "" if value.layout == torch.strided and not value.is_meta else f", {value.layout} on {value.device}"
+    kind = " on meta" * value.is_meta + f" in {value.layout}" * (value.layout != torch.strided)
     return f"shape {tuple(value.shape)}{kind}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -76,11 +75,6 @@ class CombinedAdapter(Adapter):
     def recognises(cls, source: object) -> bool:
         """`combine` makes this adapter itself."""
         return False
-
-    def __copy__(self) -> CombinedAdapter:
-        """One with copies of the parts."""
-        loaders = [copy.copy(part.loader) for part in self.members]
-        return type(self)(self.packing()(loaders), self.options)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"source": self.source, "options": self.options}

@@ -347,10 +347,6 @@ class Adapter(ABC):
         """For a combination, the `Part` of each loader, and its state in a `state` of any rank, which is checked."""
         return []
 
-    def __copy__(self) -> Adapter:
-        """Another adapter of the same source, which shares no worker processes with this one."""
-        return type(self)(self.source, self.options)
-
     # --- what follows, for all of them ---
 
     def _share_of(self, size: int, position: int, world: World) -> Share:

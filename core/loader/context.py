@@ -49,10 +49,6 @@ class RunContext:
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes, _then=Then.of(attributes["options"]))
 
-    def start_as(self, other: RunContext) -> None:
-        """Take over the seed, the world and what is left out of another loader of the same source."""
-        self.__setstate__({**other.__getstate__(), "adapter": self.adapter})
-
     def take_seed(self, seed: int) -> None:
         """Take over a loaded state's seed."""
         self._seed, self._seed_is_private, self.last = seed, False, None

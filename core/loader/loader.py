@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import pkgutil
 import sys
 from collections.abc import Iterator
@@ -608,14 +607,11 @@ class Loader(Generic[Batch]):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __copy__(self) -> Self:
-        # With an adapter of its own, because worker processes cannot be shared.
-        adapter = copy.copy(self._adapter)
-        adapter.around = self._adapter.around
-        clone = type(self)(adapter, self._options)
-        clone._ahead = self._ahead
-        clone._progress.start_as(self._progress)
-        return clone
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            "a loader cannot be copied, since the copy would share its worker processes: wrap the source again, and "
+            "load this loader's state_dict()"
+        )
 
     # --- the body of an epoch ---
 

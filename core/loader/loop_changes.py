@@ -52,10 +52,6 @@ class LoopChanges:
         self._was_loaded = False  # since the last pass
         self.since_saved = False
 
-    def start_as(self, other: LoopChanges) -> None:
-        """Take over what another loader of the same source knows."""
-        self._known, self._expected = dict(other._known), dict(other._expected)
-
     def expect(self, text: str) -> None:
         """Compare with the `text` of a loaded state when the next pass begins, and with what is held now."""
         self._known = parse_changed(text)

@@ -138,10 +138,10 @@ class Progress:
         self.loaded: State | None = None
         self.committed: State | None = None
         self.new_epoch = False
-        self._begin_apart()
+        self._start()
 
-    def _begin_apart(self) -> None:
-        """What a copy of this process's loader does not share."""
+    def _start(self) -> None:
+        """Of this process alone."""
         adapter, remember = self.context.adapter, self.context.options.remember
         self.reading: Reading | None = None
         self.spent: Reading | None = None
@@ -158,13 +158,7 @@ class Progress:
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)
-        self._begin_apart()
-
-    def start_as(self, other: Progress) -> None:
-        """Be where another loader of the same source is."""
-        self.context.start_as(other.context)
-        self.states.start_as(other.states)
-        self.__setstate__(other.__getstate__() | {"context": self.context, "states": self.states})
+        self._start()
 
     # --- where it is ---
 

@@ -59,13 +59,6 @@ class States:
         self._tried: int | None = None  # the latest epoch in which a sample was read twice
         self._differed = False  # and it was not the same
 
-    def start_as(self, other: States) -> None:
-        """Take over the witnesses of another loader of the same source."""
-        self.expected, self._known = other.expected, dict(other._known)
-        self._left_out, self._tried, self._differed = other._left_out, other._tried, other._differed
-        if self.changes is not None and other.changes is not None:
-            self.changes.start_as(other.changes)
-
     @property
     def fingerprint(self) -> str:
         """What a position means, as JSON text; with what the adapter has learned since it was last asked."""

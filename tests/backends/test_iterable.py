@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 import warnings
@@ -300,11 +299,6 @@ def test_a_stream_divided_twice_among_ranks_is_named() -> None:
 
 
 # --- sources with a state of their own ---
-
-
-def test_a_source_with_its_own_state_is_not_shared_by_a_copy() -> None:
-    with pytest.raises(UnsupportedSourceError, match="make another source"):
-        copy.copy(midepoch.wrap(sources.Counter()))
 
 
 def stateful_at(rank: int, world_size: int) -> Loader:

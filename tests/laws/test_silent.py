@@ -71,13 +71,16 @@ def test_another_number_of_draws_than_the_states_is_named() -> None:
         next(iter(loader))
 
 
-def test_a_copy_of_a_loader_has_workers_of_its_own() -> None:
-    with wrap(DataLoader(numbers(24), batch_size=4, num_workers=1, persistent_workers=True), seed=0) as loader:
+def test_what_a_loader_cannot_share_is_not_copied() -> None:
+    source = DataLoader(numbers(24), batch_size=4, num_workers=1, persistent_workers=True)
+    with wrap(source, seed=0) as loader:
         iterator = iter(loader)
         next(iterator)
-        with copy.copy(loader) as twin:
-            twin.load_state_dict(loader.state_dict())
-            theirs = [batch[0].tolist() for batch in twin]
+        with pytest.raises(TypeError, match=r"wrap the source again, and load this loader's state_dict\(\)"):
+            copy.copy(loader)
+        with wrap(source, seed=0) as other:
+            other.load_state_dict(loader.state_dict())
+            theirs = [batch[0].tolist() for batch in other]
         assert theirs == [batch[0].tolist() for batch in iterator]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from typing import Any, assert_type
 
@@ -44,8 +43,7 @@ def test_reads_go_to_the_source_and_assignments_are_refused(name: str) -> None:
     with pytest.raises(AttributeError, match=f"the wrapped list has no {name}"):
         getattr(midepoch.wrap([1, 2]), name)
     assert not hasattr(midepoch.wrap([1, 2]), name)
-    for twin in (copy.copy(loader), pickle.loads(pickle.dumps(loader))):
-        assert hasattr(twin, name)
+    assert hasattr(pickle.loads(pickle.dumps(loader)), name)
 
 
 @pytest.mark.parametrize("name", ["sampler", "batch_sampler"])

@@ -157,13 +157,13 @@ def test_what_does_not_fit_leaves_everything_as_it_was(tmp_path: Path) -> None:
     check_refused(path, "the seed differs: the state was saved with 5, this loader has 6", StateMismatchError, seed=6)
     check_refused(path, "size", StateMismatchError, size=41)
     check_refused(
-        path, r"model differs at 'weight': the snapshot has shape \(1, 3\), this model shape", width=4
+        path, r"model differs at 'weight': the snapshot has shape \(1, 3\), this run shape", width=4
     )
     run = Run(path)
     with pytest.raises(SnapshotError, match="the snapshot has data, model, optimizer, schedule, but this Snapshot has"):
         Snapshot(path, signals=(), model=run.model, data=run.loader).load()
     others = {
-        r"differs: the snapshot has groups of \[2\] parameters": torch.optim.Adam(
+        r"differs at 'param_groups': the snapshot has groups of \[2\] parameters": torch.optim.Adam(
             [{"params": [each]} for each in run.model.parameters()], lr=0.1
         ),
         "is a SGD, but the snapshot has the state of a Adam": torch.optim.SGD(run.model.parameters(), lr=0.1),

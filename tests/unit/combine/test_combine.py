@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import json
@@ -251,17 +250,12 @@ def test_worlds_that_do_not_agree() -> None:
 # --- iteration ---
 
 
-def pickled(loader: Loader) -> Loader:
-    return pickle.loads(pickle.dumps(loader))  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("copied", [copy.copy, pickled])
-def test_copies_and_pickles_stand_where_the_loader_stands(copied: Callable[[Loader], Loader]) -> None:
+def test_a_pickle_stands_where_the_loader_stands() -> None:
     loader = two("max_size_cycle")
     whole = passes(two("max_size_cycle"), 1)[0]
-    assert sources.taken(copied(two("max_size_cycle"))) == whole
+    assert sources.taken(pickle.loads(pickle.dumps(two("max_size_cycle")))) == whole
     sources.taken(loader, 3)
-    twin = copied(loader)
+    twin = pickle.loads(pickle.dumps(loader))
     assert twin.source["a"] is not loader.source["a"]
     assert twin.state_dict() == loader.state_dict()
     assert sources.taken(resumed(two("max_size_cycle"), twin.state_dict())) == whole[3:]
@@ -349,7 +343,7 @@ def test_a_part_that_fails_leaves_nothing_half_consumed(at: int, other: str, fir
 @pytest.mark.parametrize("options", [{"mode": "max_size_cycle"}, {"mode": "weighted", "steps": 9}])
 @pytest.mark.parametrize("empty", [lambda: wrap([]), lambda: wrap(unknown(0))], ids=["no batches", "nothing comes"])
 def test_a_part_without_batches_cannot_begin_again(options: dict[str, Any], empty: Callable[[], Loader]) -> None:
-    loader = combine([empty(), wrap([1, 2, 3])], **options)
+    loader = combine([empty(), wrap([1, 2, 3])], seed=1, **options)
     with pytest.raises(SourceError, match="part 0 has no batches"):
         list(loader)
 
@@ -378,10 +372,10 @@ def test_states_of_other_parts_are_refused() -> None:
         (make("a", "b", mode="min_size"), "mode"), (make("a", "b", sizes=(16, 8)), "part 'a'"),
         (make("a", "b", sizes=(8, 18)), "part 'b'"), (noisy(8, 1), "adapter"),
     ]:  # fmt: skip
-        whole = sources.taken(copy.copy(other), 2)
+        place = other.state_dict()
         with pytest.raises(StateMismatchError, match=told):
             other.load_state_dict(state)
-        assert sources.taken(other, 2) == whole
+        assert other.state_dict() == place
     assert sources.taken(resumed(make("a", "b"), state)) == rest
     other_seed = combine({"a": noisy(8, 1), "b": noisy(16, 5)}, "max_size")
     with pytest.raises(StateMismatchError, match="part 'b': the seed"):
