@@ -160,12 +160,7 @@ class IndexedReader:
         # This comes before any random stream begins, because a network file system may draw random numbers.
         reads = self._ranges.reads(ranges)
         run = functools.partial(self._run, request, start, ranges, reads, keys)
-        streams = self._streams
-        if streams is None:
-            return run(None)
-        answer: Answer = streams.read(run)
-        if streams.kept:
-            streams.warn_of_kept(self.dataset, f"the batch at position {start}")
+        answer: Answer = run(None) if self._streams is None else self._streams.read(run)
         return answer
 
     def _run(

@@ -27,7 +27,7 @@ class DeviceGenerators:
 
     Attributes:
         held: those that were taken over.
-        late: when they were last restored, one had been used that did not exist when they were taken over.
+        late: one had been used, at the last look, that did not exist when they were taken over.
     """
 
     def __init__(self, find: Callable[[], Sequence[Any]] = _generators_of_cuda) -> None:
@@ -53,25 +53,18 @@ class DeviceGenerators:
 
     def used(self) -> bool:
         """Whether one was used since it was seeded, or one that was not taken over."""
-        found = self.find()
-        return bool(found) and (self._is_late(found) or [_state(each) for each in self.held] != self._at)
+        self.late = any(each.get_offset() for each in self.find()[len(self.held) :])
+        return self.late or [_state(each) for each in self.held] != self._at
 
     def restore(self) -> bool:
         """Restore the states. Generators that did not exist before are left as they were made. Returns `used`."""
-        found = self.find()
-        if not found:
-            return False
-        self.late = self._is_late(found)
-        used = self.late or [_state(each) for each in self.held] != self._at
+        used = self.used()
         for each, (seed, offset) in zip(self.held, self._saved, strict=False):
             each.manual_seed(seed)
             each.set_offset(offset)
-        for each in found[len(self.held) :]:
+        for each in self.find()[len(self.held) :]:
             each.set_offset(0)
         return used
-
-    def _is_late(self, found: Sequence[Any]) -> bool:
-        return any(each.get_offset() for each in found[len(self.held) :])
 
 
 def _state(generator: Any) -> tuple[int, int]:

@@ -5,9 +5,9 @@ global bit generator is replaced by one of ours instead. That loses the second o
 saved apart.
 
 A stamp tells whether a generator was used: it is its state, or a part that each use changes. Saving python's state
-takes 9 microseconds, so 32 bytes are read from where CPython keeps it, and as many of numpy's. This way, the part that
-is taken of torch's state, and the way to save numpy's pair are tried once in a process, on other generators of these
-types. What fails is done by public calls alone. It assumes that one thread uses it at a time.
+takes 9 microseconds, so 32 bytes are read from where CPython keeps it, and as many of numpy's. This and the way to save
+numpy's pair are tried once in a process, on other generators of these types. If that fails, public calls alone are
+used. It assumes that one thread uses it at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ __all__ = ["NAMES", "GlobalGenerators", "Stamp"]
 NAMES = ("python", "numpy", "torch")
 
 _WORDS = 624  # of the state of a Mersenne Twister, which all three are
-_START = 64  # bytes of the state that torch gives: its seed, its index and some words
+# Where the end of numpy's begins, at the address that numpy states: ``struct { uint32_t key[624]; int pos; }``.
+_LAST_WORDS = 4 * (_WORDS - 7)
 
 Stamp = tuple[Any, Any, Any]
 """Of python's, numpy's and torch's generator. Of a generator that was used, it is another one."""
@@ -41,38 +42,41 @@ class GlobalGenerators:
     """`take_over` the generators, seed them as often as needed, then `restore` them.
 
     numpy's and torch's are at rest until they are seeded: in a state that follows from the key given to `rest_at`.
-    python's is left as it is, because to put it at rest and back would take as long as a batch that draws nothing. In a
-    worker process, where nothing has to be restored, call `stay` in place of both. There python's is at rest, too.
-    Without `light` only public calls are used.
+    python's is left as it is, because to put it at rest and back would take as long as a batch that draws nothing.
     """
 
-    def __init__(self, light: bool = True) -> None:
+    def __init__(self) -> None:
         self._python: Any = random._inst
         parent: Any = super(random.Random, self._python)  # without what is done about arguments and old versions
         self._seed_python, self._set_python = parent.seed, parent.setstate
         self._numpy: Any = np.random.mtrand._rand
         self._get_numpy, self._set_numpy = np.random.get_bit_generator, np.random.set_bit_generator
-        # In place of the caller's, so that a seed gives the same numbers whichever bit generator the caller has.
-        self._ours = np.random.MT19937(0)
         self._torch = torch.default_generator
-        self._python_words = _python_words(self._python) if light and _python_is_known() else random.getstate
-        self._numpy_words = _numpy_words(self._ours) if light and _numpy_is_known() else self._state_of_ours
-        size = _START if light and _torch_is_known() else len(self._torch.get_state())
-        self._start_of: Any = (ctypes.c_char * size).from_address
-        self._no_engine = _no_engine() if light and _pair_is_known() else None
+        self._light = _is_known()
+        self._python_words = _python_words(self._python) if self._light else random.getstate
+        self._no_engine = _no_engine() if self._light else None
+        self._bytes_at: Any = (ctypes.c_char * len(self._torch.get_state())).from_address
+        # In place of the caller's, so that a seed gives the same numbers whichever bit generator the caller has.
+        self._ours = self._engine(0)
+        self._numpy_words = self._ours[1]
         self.rest_at(0)
-        self.at: Stamp = self.stamp()  # with which the generators were taken over, or were last noted
+        self.at: Stamp = (None, None, None)  # with which the generators were taken over, or were last noted
         self._python_saved: Any = None  # the caller's state
         self._python_at: Any = None  # the stamp with which it was saved
         self._saved: tuple[Any, Any, Any] = (None, None, None)  # the caller's: numpy's, its pair, torch's
 
+    def _engine(self, key: int) -> tuple[Any, Callable[[], Any]]:
+        """A bit generator of numpy's, and what gives its stamp."""
+        bits = np.random.MT19937(key)
+        if self._light:
+            return bits, _memory(bits.ctypes.state_address + _LAST_WORDS)
+        return bits, functools.partial(_state_of, bits)
+
     def rest_at(self, key: int) -> None:
-        """Take this key for the state at rest, from the next `take_over` or `stay` on."""
-        self._rest_key, self._rest = key, torch.Generator().manual_seed(key & TORCH_KEYS).get_state()
-        # The stamps at rest; of python's and numpy's, which take longer, once they are put there.
-        self._python_rest: Any = None
-        self._numpy_rest: Any = None
-        self._torch_rest = self._start_of(self._rest.data_ptr()).raw
+        """Take this key for the state at rest, from the next `take_over` on."""
+        self._rest = torch.Generator().manual_seed(key & TORCH_KEYS).get_state()
+        self._torch_rest = self._bytes_at(self._rest.data_ptr()).raw
+        self._numpy_rest = self._engine(key)
 
     def seeding(self, seeded: Collection[str]) -> Callable[[int], None]:
         """What seeds some of them with a 64-bit key. It is called for each sample."""
@@ -95,7 +99,7 @@ class GlobalGenerators:
         """The stamp as it is now."""
         engine = self._torch.get_state()
         python = self._python_words(), self._python.gauss_next
-        return python, self._numpy_words(), self._start_of(engine.data_ptr()).raw
+        return python, self._numpy_words(), self._bytes_at(engine.data_ptr()).raw
 
     def take_over(self, seeded: Collection[str]) -> None:
         """Save the caller's states, and put numpy's and torch's generator at rest that will not be `seeded`."""
@@ -103,17 +107,14 @@ class GlobalGenerators:
         if python != self._python_at:
             self._python_saved, self._python_at = random.getstate(), python
         callers = self._get_numpy()
+        ours, self._numpy_words = self._ours if "numpy" in seeded else self._numpy_rest
         self._numpy._bit_generator = self._no_engine or callers  # else most of the time goes for its words
         try:
             self._saved = callers, self._numpy.get_state(False), self._torch.get_state()
         finally:
-            self._set_numpy(self._ours)
-        numpy = self._numpy_words()
-        if "numpy" not in seeded and numpy != self._numpy_rest:
-            self._ours.state = np.random.MT19937(self._rest_key).state
-            numpy = self._numpy_rest = self._numpy_words()
+            self._set_numpy(ours)
         self._torch.set_state(self._rest)
-        self.at = python, numpy, self._torch_rest
+        self.at = python, self._numpy_words(), self._torch_rest
 
     def restore(self) -> None:
         """Put the caller's states back."""
@@ -126,28 +127,7 @@ class GlobalGenerators:
             _, words, self._python.gauss_next = self._python_saved
             self._set_python(words)
 
-    def stay(self, seeded: Collection[str]) -> None:
-        """Put those at rest that will not be `seeded`. Others may have taken them over since, and restored nothing."""
-        self._set_numpy(self._ours)
-        python, numpy, engine = self.stamp()
-        if "python" not in seeded and python != self._python_rest:
-            self._seed_python(self._rest_key)
-            self._python.gauss_next = None
-            python = self._python_rest = self._python_words(), None
-        if "numpy" not in seeded and numpy != self._numpy_rest:
-            self._ours.state = np.random.MT19937(self._rest_key).state
-            numpy = self._numpy_rest = self._numpy_words()
-        if "torch" not in seeded and engine != self._torch_rest:
-            self._torch.set_state(self._rest)
-            engine = self._torch_rest
-        self.at = python, numpy, engine
 
-    def _state_of_ours(self) -> Any:
-        state: Any = self._ours.state["state"]
-        return bytes(state["key"]), state["pos"]
-
-
-# --- what is tried before it is relied on -----------------------------------------------------------------------------
 # A Mersenne Twister's index returns to the same value after 624 words, but by then all words of its state are new.
 
 
@@ -160,9 +140,8 @@ def _python_words(generator: Any) -> Callable[[], bytes]:
     return _memory(id(generator) + object.__basicsize__)
 
 
-def _numpy_words(bits: Any) -> Callable[[], bytes]:
-    """At the address that numpy states: ``struct { uint32_t key[624]; int pos; }``, of which the end is read."""
-    return _memory(bits.ctypes.state_address + 4 * (_WORDS - 7))
+def _state_of(bits: Any) -> Any:
+    return bytes(bits.state["state"]["key"]), bits.state["state"]["pos"]
 
 
 def _no_engine() -> Any:
@@ -182,37 +161,12 @@ def _apart(of: Any, without: Any, call: Callable[[Any], Any], argument: Any) -> 
 
 
 @functools.cache
-def _python_is_known() -> bool:
-    """Whether a generator's state is where `_python_words` reads it."""
-    generator = random.Random(1)
-    if sys.implementation.name != "cpython" or type(generator).__basicsize__ < object.__basicsize__ + 4 * (_WORDS + 1):
-        return False
-    *words, index = generator.getstate()[1]
-    return _python_words(generator)() == struct.pack("8I", index, *words[:7])
-
-
-@functools.cache
-def _numpy_is_known() -> bool:
-    """Whether a bit generator's state is where `_numpy_words` reads it."""
-    bits = np.random.MT19937(1)
+def _is_known() -> bool:
+    """Whether other generators have their words where these are read, and give half a pair alone."""
+    python, bits = random.Random(1), np.random.MT19937(1)
+    *words, index = python.getstate()[1]
     state: Any = bits.state["state"]
-    return bool(_numpy_words(bits)() == state["key"][-7:].tobytes() + struct.pack("i", state["pos"]))
-
-
-@functools.cache
-def _torch_is_known() -> bool:
-    """Whether the beginning of a state changes by one draw, and by as many as there are words."""
-    generator = torch.Generator().manual_seed(1)
-    starts = []
-    for draws in (0, 1, _WORDS):
-        torch.empty(draws, dtype=torch.int32).random_(generator=generator)
-        starts.append(generator.get_state().numpy().tobytes()[:_START])
-    return len(set(starts)) == len(starts)
-
-
-@functools.cache
-def _pair_is_known() -> bool:
-    """Whether numpy's calls find the second of a pair of normal numbers without a bit generator."""
+    last_words = state["key"][-7:].tobytes() + struct.pack("i", state["pos"])
     one: Any = np.random.RandomState(1)
     second, none = float(np.random.RandomState(1).standard_normal(2)[1]), _no_engine()
     try:
@@ -221,6 +175,13 @@ def _pair_is_known() -> bool:
         one.standard_normal()
         other: Any = _apart(one, none, one.get_state, False)
         _apart(one, none, one.set_state, pair)
-        return bool(pair["has_gauss"]) and not other["has_gauss"] and float(one.standard_normal()) == second
+        keeps_pairs = pair["has_gauss"] and not other["has_gauss"] and float(one.standard_normal()) == second
     except Exception:  # noqa: BLE001  # of another version of numpy
         return False
+    return bool(
+        keeps_pairs
+        and sys.implementation.name == "cpython"
+        and type(python).__basicsize__ >= object.__basicsize__ + 4 * (_WORDS + 1)
+        and _python_words(python)() == struct.pack("8I", index, *words[:7])
+        and _memory(bits.ctypes.state_address + _LAST_WORDS)() == last_words
+    )

@@ -15,12 +15,12 @@ import operator
 import os
 import pickle
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
 
 from ..errors import MidepochError, warn
 from ..order.keys import extend_key
@@ -55,8 +55,6 @@ _NONE: frozenset[str] = frozenset()
 _ALL = frozenset((*NAMES, "devices", "sample"))
 """The global generators; those of devices together; and that of `sample_generator`."""
 
-_LOOKED_AT_EACH = 4  # batches at the beginning of a pass, after which a search for generators follows
-
 
 class _Current(threading.local):
     streams: Streams | None = None  # under which this thread reads
@@ -65,36 +63,20 @@ class _Current(threading.local):
 _current = _Current()
 
 # The generators are the process's. A thread that reads waits for its turn, but not for ever: another one may wait for
-# what this one reads.
-_turn, _owner, _process = threading.Lock(), 0, os.getpid()
+# what this one reads. By process: one that was forked lacks the thread that would end the turn.
+_turns = defaultdict[int, Any](threading.RLock)
 _SECONDS_TO_WAIT = 1.0
-
-
-def _wait() -> threading.Lock | None:
-    """The turn, once the thread that has it ends it; None if that takes too long."""
-    global _turn, _process
-    # Nobody would end it if this process was forked meanwhile, or an interrupt came between in this very thread.
-    if os.getpid() != _process or _owner == threading.get_ident():
-        _turn, _process = threading.Lock(), os.getpid()
-    turn = _turn
-    return turn if turn.acquire(timeout=_SECONDS_TO_WAIT) else None
 
 
 @contextlib.contextmanager
 def no_other_reads() -> Iterator[None]:
     """Keep other threads from the generators: a process that is forked has them as they are at that moment."""
-    global _owner
-    if _current.streams is not None:  # this thread has them
-        yield
-        return
-    turn = _turn if _turn.acquire(blocking=False) else _wait()
-    if turn is not None:
-        _owner = threading.get_ident()
+    turn = _turns[os.getpid()]
+    has_it = turn.acquire(timeout=_SECONDS_TO_WAIT)
     try:
         yield
     finally:
-        if turn is not None:
-            _owner = 0
+        if has_it:
             turn.release()
 
 
@@ -156,8 +138,8 @@ class Streams:
                 start(key)
                 samples.append(next(source))
 
-    Both restore the caller's generators. In a worker process of a DataLoader there is no caller, so nothing is saved.
-    Use `begin` and `end` if a ``with`` block is not possible. Not thread-safe, as the global generators are not.
+    Both restore the caller's generators. Use `begin` and `end` if a ``with`` block is not possible. Not thread-safe, as
+    the global generators are not.
 
     Args:
         roots: objects to search for their own generators (a dataset, a collate_fn): at each `begin_pass`, and once more
@@ -169,7 +151,7 @@ class Streams:
         self._roots = roots
         self._owned: list[OwnedGenerator] | None = None
         self._warned: set[str] = set()  # paths
-        self._until_look = self._next_look = 0  # batches
+        self._until_look = self._next_look = 2  # batches
         self._globals = GlobalGenerators()
         self._devices = DeviceGenerators() if devices else None
         self._rest_key = 0
@@ -179,13 +161,11 @@ class Streams:
         self._start_is_known = False
         self._noted: frozenset[str] | None = None  # used in this batch before the last key; None if that is not noted
         self._saved: Sequence[Any] | None = None  # the states of the source's own; None between batches
-        self._stays = False  # nothing is restored
         self._outer: Streams | None = None
-        self._turn: threading.Lock | None = None  # while this thread has it
+        self._turn: Any = None  # while this thread has it
         self._late: list[str] = []  # the paths of generators that the first batch has made
         self._began = False  # a pass
         self.first = False  # no batch of this pass has been read; what generators the next one makes is looked for
-        self.kept = False  # a batch used a generator when it was first read, and not when it was read again
         self.seeds = _NONE  # the generators that are seeded in this batch
         self.asked = _NONE  # used in this batch without another trace: `sample_generator`, and torch's seed
         self.key: int | None = None  # of the current sample; None also if no code uses `sample_generator`
@@ -199,22 +179,13 @@ class Streams:
         `rest` is the key of generators that are not used in this pass.
         """
         before, self._owned = self._owned or [], self._search(*more)
-        self.first = True
+        self.first, self._until_look, self._next_look = True, 2, 2
         if self._began:  # otherwise what has come since may be of a list that was made before the first pass
             self._warn_of_later(_new_in(self._owned, before))
         self._began = True
         if rest != self._rest_key:
             self._rest_key = rest
             self._globals.rest_at(rest)
-
-    def begin_replay(self) -> None:
-        """Use this instead of `begin_pass` for a replayed source, whose first batch cannot be read again.
-
-        Generators that the source creates while it is read are not seeded in that pass, so they are not in later ones.
-        """
-        before, found = self._owned, self._search()
-        new = [] if before is None else _new_in(found, before)
-        self._owned = [each for each in found if each not in new]
 
     def made_late(self, *more: object) -> bool:
         """Whether the first batch of the pass created generators, or drew from those of a device that it started.
@@ -224,7 +195,6 @@ class Streams:
         if not self.first:
             return False
         self.first = False
-        self._until_look, self._next_look = 1, 2
         before, late = self._owned or [], []
         if found := self._search(*more):
             known = {id(each.generator) for each in before}
@@ -233,22 +203,16 @@ class Streams:
         self._owned = [*before, *late]  # known ones keep their path for this pass, even if samples have moved them
         return bool(late) or (self._devices is not None and self._devices.late)
 
-    def _look_again(self) -> bool:
-        """Look for generators that samples have made since the last look: after batches 2, 3, 4, 8, 16 and so on.
-
-        They are seeded from now on. Returns whether that makes the batch exact, if it is read again.
-        """
-        batch, before = self._next_look, self._owned or []
-        self._until_look = 1 if batch < _LOOKED_AT_EACH else batch
-        self._next_look += self._until_look
+    def _look_again(self) -> None:
+        """Look for generators that samples have made since the last look: after batches 2, 4, 8 and so on."""
+        self._until_look, self._next_look = self._next_look, 2 * self._next_look
+        before = self._owned or []
         later = _new_in(self._search(), before)
         self._owned = [*before, *later]
-        if batch > _LOOKED_AT_EACH:  # they may be of a batch before this one
-            self._warn_of_later(later)
-        return bool(later) and batch <= _LOOKED_AT_EACH
+        self._warn_of_later(later)
 
     def _warn_of_later(self, later: list[OwnedGenerator]) -> None:
-        """Warn of generators that samples have made in batches that cannot be read again."""
+        """Warn of generators that were made after a pass's first batch: those before cannot be read again."""
         paths = [each.path for each in later if each.path not in self._warned]
         self._warned.update(paths)
         if paths:
@@ -285,16 +249,14 @@ class Streams:
 
     # --- reading what can be read again ---
 
-    def read(self, call: Read, again: Callable[[], Read] | None = None, notes: bool = False) -> Any:
+    def read(self, call: Read, notes: bool = False) -> Any:
         """What `call` returns, or raises, when each generator that it uses is seeded.
 
         Args:
             call: reads the batch. Its argument is None if no code needs keys.
-            again: called before the batch is read again; returns what reads it then. None if `call` does.
             notes: `drew` is to tell of each sample.
         """
         missed = _NONE
-        is_counted = self.first or notes  # a sample that is looked at is no batch
         while True:
             start = self._enter(self._used if self._known else _ALL, notes or not self._known or bool(missed))
             try:
@@ -310,25 +272,17 @@ class Streams:
                 before = missed
                 used, missed = self._leave()
                 if before and not before & used:
-                    self.kept = True
-                if not (missed or (self.first and self.made_late())):
-                    if is_counted:
-                        return batch
-                    self._until_look -= 1
-                    if self._until_look or not self._look_again():
-                        return batch
-                    is_counted = True
-            if again is not None:
-                call = again()
-
-    def warn_of_kept(self, reader: object, what: object) -> None:
-        """Warn if the last batch has `kept` what it drew."""
-        self.kept = False
-        warn(
-            f"{type(reader).__name__} drew random numbers for {what} when it was first read, and none when it was "
-            "read again: it caches random numbers, which will differ after a resume; use "
-            "midepoch.sample_generator(), or draw new numbers for every sample",
-        )
+                    warn(
+                        "code of the source drew random numbers for a batch when it was first read, and none when it "
+                        "was read again: it caches random numbers, which will differ after a resume; use "
+                        "midepoch.sample_generator(), or draw new numbers for every sample"
+                    )
+                if missed or (self.first and self.made_late()):
+                    continue
+                self._until_look -= not notes  # a sample that is looked at is no batch
+                if not self._until_look:
+                    self._look_again()
+                return batch
 
     def drew(self) -> bool:
         """Whether code has drawn since the last sample was begun, in a batch that `notes`."""
@@ -391,11 +345,10 @@ class Streams:
 
     def _enter(self, seeds: frozenset[str], notes: bool) -> Start | None:
         """Take over the generators, to seed these; the others are at rest. Returns what seeds, if anything is to be."""
-        global _owner
         outer = _current.streams
         self._outer = outer = None if outer is self else outer  # which an interrupt may have left there
         _current.streams, self.key, self.asked = self, None, _NONE
-        self._noted, self._turn = _NONE if notes else None, None
+        self._noted = _NONE if notes else None
         devices = self._devices
         if devices is not None and (found := devices.find()):
             self._start_is_known &= len(found) == len(devices.held)
@@ -410,37 +363,27 @@ class Streams:
                 starts += [functools.partial(_start_owned, each) for each in self._owned]
             alone = len(starts) == 1 and "sample" not in seeds
             self._start = starts[0] if alone else functools.partial(_start_all, starts) if starts else None
-        self._stays = outer is None and get_worker_info() is not None
-        if self._stays:
-            self._globals.stay(seeds)
-            self._saved = ()
-        else:
-            if outer is None:
-                self._turn = turn = _turn if _turn.acquire(blocking=False) else _wait()
-                if turn is not None:
-                    _owner = threading.get_ident()
-            self._globals.take_over(seeds)
-            self._saved = [each.save() for each in self._owned] if self._owned else ()
+        if self._turn is None:  # else an interrupt has left it there
+            self._turn = turn if (turn := _turns[os.getpid()]).acquire(timeout=_SECONDS_TO_WAIT) else None
+        self._globals.take_over(seeds)
+        self._saved = [each.save() for each in self._owned] if self._owned else ()
         return self._start_noting if notes else self._start
 
     def _leave(self) -> tuple[frozenset[str], frozenset[str]]:
         """Restore the caller's generators. Returns what the batch has used, and what of it was not seeded."""
-        global _owner
         lent, devices, noted, seeds = self._globals, self._devices, self._noted, self.seeds
         used = _NONE
         if noted is not None or seeds is not _ALL:
             stamp = lent.stamp()
             if stamp != lent.at or self.asked:
                 used = self._used_since(stamp)
-        if not self._stays:
-            lent.restore()
-            if self._saved:
-                for each, state in zip(self._owned or (), self._saved, strict=False):
-                    each.restore(state)
+        lent.restore()
+        if self._saved:
+            for each, state in zip(self._owned or (), self._saved, strict=False):
+                each.restore(state)
         if devices is not None and devices.find() and devices.restore():
             used |= {"devices"}
         if self._turn is not None:
-            _owner = 0  # first: the next thread says whose it is after it has it
             self._turn.release()
             self._turn = None
         self._saved, _current.streams = None, self._outer

@@ -232,10 +232,7 @@ class MapReader:
             return self._first_batch(request, request.look)
         if streams is None:
             return self._read(request, None)
-        batch = streams.read(functools.partial(self._read, request))
-        if streams.kept:
-            streams.warn_of_kept(self.dataset, f"sample {request.indices[0]} or one of its batch")
-        return batch
+        return streams.read(functools.partial(self._read, request))
 
     def _first_batch(self, request: MapRequest, look: WitnessRequest) -> FirstBatch:
         """The session's first batch, and what was seen of samples and of the collate function with it."""

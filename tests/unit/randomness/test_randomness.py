@@ -6,6 +6,8 @@ import concurrent.futures
 import functools
 import itertools
 import json
+import multiprocessing
+import os
 import queue
 import random
 import sys
@@ -434,11 +436,24 @@ def test_no_process_is_forked_while_a_thread_has_the_generators(monkeypatch: pyt
     thread.start()
     reading.wait(60)
     forking.set()
-    with streams.no_other_reads():
+    with streams.no_other_reads(), concurrent.futures.ThreadPoolExecutor(1) as pool:
         steps.append("forked")
-        assert streams._owner == threading.get_ident()
+        assert not pool.submit(streams._turns[os.getpid()].acquire, blocking=False).result(60)
     assert steps == ["read", "forked"]
     thread.join(60)
+
+
+def test_a_forked_process_waits_for_no_thread_it_lacks() -> None:
+    with Streams():
+        waited = multiprocessing.get_context("fork").Process(target=waits_for_nobody)
+        waited.start()
+    waited.join(60)
+    assert waited.exitcode == 0
+
+
+def waits_for_nobody() -> None:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(streams._turns[os.getpid()].acquire, blocking=False).result(60)
 
 
 class Feeds(sources.Indices):
@@ -477,15 +492,9 @@ def test_an_interrupt_within_a_batch_makes_nobody_wait(monkeypatch: pytest.Monke
     with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
         context.setattr(Streams, "_leave", interrupted)
         next(batches)
-    turns: list[Any] = []
-    wait = streams._wait
-
-    def waited() -> Any:
-        turns.append(wait())
-        return turns[-1]
-
-    monkeypatch.setattr(streams, "_SECONDS_TO_WAIT", 0)
-    monkeypatch.setattr(streams, "_wait", waited)
     loader.seek(position=4)
     got += sources.taken(loader, 2)
-    assert got == whole and turns and None not in turns
+    assert got == whole
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(streams._turns[os.getpid()].acquire, blocking=False).result(60)
+        pool.submit(streams._turns[os.getpid()].release).result(60)
