@@ -443,17 +443,22 @@ def test_no_process_is_forked_while_a_thread_has_the_generators(monkeypatch: pyt
     thread.join(60)
 
 
-def test_a_forked_process_waits_for_no_thread_it_lacks() -> None:
+def test_a_forked_process_waits_for_no_thread_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_SECONDS_TO_WAIT", 0)
     with Streams():
-        waited = multiprocessing.get_context("fork").Process(target=waits_for_nobody)
-        waited.start()
-    waited.join(60)
-    assert waited.exitcode == 0
+        forked = multiprocessing.get_context("fork").Process(target=has_its_turn)
+        forked.start()
+    forked.join(60)
+    assert forked.exitcode == 0
 
 
-def waits_for_nobody() -> None:
+def has_its_turn() -> None:
+    def read() -> bool:
+        with (ours := Streams()):
+            return ours._turn is not None
+
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        assert pool.submit(streams._turns[os.getpid()].acquire, blocking=False).result(60)
+        assert pool.submit(read).result(60)
 
 
 class Feeds(sources.Indices):
