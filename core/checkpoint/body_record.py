@@ -1,100 +1,69 @@
-"""What a snapshot knows of the `epochs` loop in which it was saved."""
+"""What a snapshot knows of the `epochs` loop in which it was saved: `Record`, of all ranks together, and read again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..errors import SnapshotError
 from ..loader.body import Record
 
-__all__ = ["BodyRecord"]
+__all__ = ["joined_records", "read_record"]
 
 _MOST = 1 << 62
 
 
-@dataclass
-class BodyRecord(Record):
-    """The place of an `epochs` loop: the passes over the loaders in its body, and two facts more.
+def joined_records(of_ranks: Sequence[Record]) -> Record:
+    """Combine the records of all ranks.
 
-    Attributes:
-        epoch: whose body is running, or will be next; None without such a loop.
-        ends: without such a loop: the snapshot was saved after an epoch's last batch, by `step`.
+    An abandoned iterator may be freed later on one rank than on another.
+
+    Raises:
+        SnapshotError: they do not run the same body.
     """
-
-    epoch: int | None = None
-    ends: bool = False
-
-    @classmethod
-    def of(cls, epoch: int | None, passes: Record) -> BodyRecord:
-        """The record of an epoch's body."""
-        return cls(**vars(passes) | {"epoch": epoch, "ends": False})
-
-    @classmethod
-    def joined(cls, of_ranks: Sequence[BodyRecord]) -> BodyRecord:
-        """Combine the records of all ranks.
-
-        An abandoned iterator may be freed later on one rank than on another.
-
-        Raises:
-            SnapshotError: they do not run the same body.
-        """
-        first = of_ranks[0]
-        for rank, each in enumerate(of_ranks):
-            if (each.epoch, each._begun) != (first.epoch, first._begun):
-                raise SnapshotError(
-                    f"the ranks do not run the same body of epochs(): rank 0 is {first}, rank {rank} is {each}; let "
-                    "every rank make the same passes in an epoch"
-                )
-        most = max(of_ranks, key=lambda each: sum(each.empty.values()))
-        left = {name for each in of_ranks for name in each.left}
-        return replace(
-            most,
-            open=[name for name in most.open if name not in left],
-            left=sorted(left),
-            ahead=sorted({name for each in of_ranks for name in each.ahead}),
-            unknown=next((each.unknown for each in of_ranks if each.unknown), ""),
-            ends=first.ends,
-        )
-
-    @property
-    def _begun(self) -> dict[str, int]:
-        """By loader, how many passes that the body makes one after the other have begun."""
-        names = sorted({*self.open, *self.left})
-        return {name: self.empty.get(name, 0) + (name == self.lead) for name in names}
-
-    @classmethod
-    def read(cls, content: Any, known: Iterable[str]) -> BodyRecord:
-        """What was saved by `asdict`. `known`: the parts of the snapshot.
-
-        Raises:
-            SnapshotError: it is of another form, or says that nobody can tell what a run that resumes would read.
-        """
-        try:
-            record = cls(**content)
-            names = {*record.empty, *record.open, *record.left, *record.within, *record.ahead, record.lead}
-            counts = [*record.empty.values(), 0 if record.epoch is None else record.epoch]
-            sound = (
-                content.keys() == vars(record).keys()
-                and names <= {*known, None}
-                and all(type(each) is int and 0 <= each < _MOST for each in counts)
-                and (type(record.unknown), type(record.ends)) == (str, bool)
-            )
-        except (TypeError, AttributeError):
-            sound = False
-        if not sound:
-            raise SnapshotError(f"the snapshot's record of its epochs is damaged ({content!r:.200}): restore a copy")
-        if record.unknown:
+    first = of_ranks[0]
+    for rank, each in enumerate(of_ranks):
+        if (each.epoch, each.begun) != (first.epoch, first.begun):
             raise SnapshotError(
-                f"the snapshot cannot be resumed: {record.unknown}. Read the loaders as one, with midepoch.combine, "
-                "and resume from a snapshot of an epoch's end"
+                f"the ranks do not run the same body of epochs(): rank 0 is {first}, rank {rank} is {each}; let every "
+                "rank make the same passes in an epoch"
             )
-        return record
+    most = max(of_ranks, key=lambda each: sum(each.empty.values()))
+    left = {name for each in of_ranks for name in each.left}
+    return replace(
+        most,
+        open=[name for name in most.open if name not in left],
+        left=sorted(left),
+        ahead=sorted({name for each in of_ranks for name in each.ahead}),
+        unknown=next((each.unknown for each in of_ranks if each.unknown), ""),
+        ends=first.ends,
+    )
 
-    def __str__(self) -> str:
-        """For messages."""
-        if self.epoch is None:
-            return "outside a loop over epochs"
-        begun = ", ".join(f"{name} ({count})" for name, count in self._begun.items())
-        return f"in epoch {self.epoch}, {f'with passes over {begun}' if begun else 'before any pass'}"
+
+def read_record(content: Any, known: Iterable[str]) -> Record:
+    """What was saved by `asdict`. `known`: the parts of the snapshot.
+
+    Raises:
+        SnapshotError: it is of another form, or says that nobody can tell what a run that resumes would read.
+    """
+    try:
+        record = Record(**content)
+        names = {*record.empty, *record.open, *record.left, *record.within, *record.ahead, record.lead}
+        counts = [*record.empty.values(), 0 if record.epoch is None else record.epoch]
+        sound = (
+            content.keys() == vars(record).keys()
+            and names <= {*known, None}
+            and all(type(each) is int and 0 <= each < _MOST for each in counts)
+            and (type(record.unknown), type(record.ends)) == (str, bool)
+        )
+    except (TypeError, AttributeError):
+        sound = False
+    if not sound:
+        raise SnapshotError(f"the snapshot's record of its epochs is damaged ({content!r:.200}): restore a copy")
+    if record.unknown:
+        raise SnapshotError(
+            f"the snapshot cannot be resumed: {record.unknown}. Read the loaders as one, with midepoch.combine, and "
+            "resume from a snapshot of an epoch's end"
+        )
+    return record

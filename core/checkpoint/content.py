@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import SnapshotError, StateError
+from ..loader.body import Record
 from ..loader.lending import loader_of
 from ..loader.saving import state_or_that_of_now
 from ..state.changed import share_changed
 from ..state.parts import is_rank_independent, join_states, warn_of_witnesses
-from .body_record import BodyRecord
+from .body_record import joined_records, read_record
 from .epoch_loop import EpochLoop
 from .files import FORMAT, Found, read
 from .fitting import check_fits, kinds_of, sharded
@@ -30,7 +31,7 @@ class Contribution(NamedTuple):
 
     loaders: dict[str, Any]
     generators: str
-    body: BodyRecord
+    body: Record
     problem: str
 
 
@@ -57,7 +58,7 @@ def contribute(
         return states, Contribution(loaders, save_generators(), loop.record(ends), "")
     except Exception as error:  # noqa: BLE001  # the other ranks wait for this one, and must hear of it
         problem = f"{name} gave no state: {type(error).__name__}: {error}"
-        return states, Contribution({}, "", BodyRecord(), problem)
+        return states, Contribution({}, "", Record(), problem)
 
 
 def joined(
@@ -73,7 +74,7 @@ def joined(
     for rank, offer in enumerate(offers):
         if offer.problem:
             raise SnapshotError(f"on rank {rank}, {offer.problem}")
-    body = BodyRecord.joined([offer.body for offer in offers])
+    body = joined_records([offer.body for offer in offers])
     for name in offers[0].loaders:
         loader, of_all = loader_of(parts[name]), [offer.loaders[name] for offer in offers]
         places = [(each["epoch"], each["position"]) for each in of_all]
@@ -114,7 +115,7 @@ def joined(
 
 
 def read_fitting(found: Found, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of the snapshot that rank 0 has found, its body as a `BodyRecord`. Changes nothing.
+    """The content of the snapshot that rank 0 has found, its body as a `Record`. Changes nothing.
 
     Raises:
         SnapshotError, StateError: this rank sees another file, or a part does not fit.
@@ -132,7 +133,7 @@ def read_fitting(found: Found, parts: Mapping[str, Any]) -> dict[str, Any]:
         unseal(content.get("ledger", NO_LEDGER))
     except ValueError as error:
         raise SnapshotError(f"{found.path} is damaged (ledger): restore a copy") from error
-    content["body"] = BodyRecord.read(content.get("body"), content["parts"])
+    content["body"] = read_record(content.get("body"), content["parts"])
     return content
 
 

@@ -10,7 +10,6 @@ from ..errors import MidepochError, warn
 from ..loader.body import RUNNING, Body, Record
 from ..loader.lending import loader_of
 from ..loader.loader import Loader
-from .body_record import BodyRecord
 
 __all__ = ["EpochLoop"]
 
@@ -24,7 +23,7 @@ class EpochLoop:
         self.body: Body | None = None  # that is running; None between two of them and outside of the loop
         # Of the loaded snapshot, or of a body that was left, until a body continues it. `was_left`: of one that this
         # process has left, whose passes may have been left on purpose.
-        self.resumed: BodyRecord | None = None
+        self.resumed: Record | None = None
         self.was_left = False
         self._ended: Body | None = None  # the body before this one, in the same loop
         self._between = Record()  # of the loaders that are where an earlier body has left them, and read ahead
@@ -36,14 +35,14 @@ class EpochLoop:
         found = {name: loader_of(part) for name, part in self._parts.items()}
         return {name: loader for name, loader in found.items() if loader is not None}
 
-    def record(self, ends: bool = False) -> BodyRecord:
+    def record(self, ends: bool = False) -> Record:
         """Of a snapshot that is saved now. `ends`: after an epoch's last batch."""
         if self.body is not None:
-            return BodyRecord.of(self.epoch, self.body.record())
-        record = self.resumed or BodyRecord.of(self.epoch, self._between)
+            return replace(self.body.record(), epoch=self.epoch)
+        record = self.resumed or replace(self._between, epoch=self.epoch)
         return replace(record, ends=ends and self.epoch is None)
 
-    def load(self, record: BodyRecord) -> None:
+    def load(self, record: Record) -> None:
         """Take over the record of a snapshot, whose loaders were loaded."""
         at_end = any(loader._progress.is_at_end for loader in self.loaders().values())
         self.resumed = replace(record, ends=record.ends or at_end)
@@ -112,7 +111,7 @@ class EpochLoop:
     def leave(self) -> None:
         """The loop was left, perhaps within a body, or has come to its end. Another one continues here."""
         if self.body is not None:
-            self.resumed, self.was_left = BodyRecord.of(self.epoch, self.body.record(interrupted=True)), True
+            self.resumed, self.was_left = replace(self.body.record(interrupted=True), epoch=self.epoch), True
         self.body = self._ended = self._read_at_save = None
         for loader in self.loaders().values():
             loader._progress.body = None

@@ -29,19 +29,6 @@ class Ranks(NamedTuple):
     size: int  # number of processes
     group: ProcessGroup | None  # can send what lies on the CPU; None: all processes, or this one alone
 
-    @property
-    def _first(self) -> int:
-        """The global rank of the group's rank 0."""
-        return 0 if self.group is None else torch.distributed.get_global_rank(self.group, 0)
-
-    def gather(self, mine: Any) -> list[Any]:
-        """Every rank's `mine`, in rank order, on rank 0; an empty list on the others."""
-        if self.size == 1:
-            return [mine]
-        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        torch.distributed.gather_object(mine, found, self._first, self.group)
-        return found or []
-
     def share(self, mine: Any) -> list[Any]:
         """Every rank's `mine`, in rank order, on every rank."""
         if self.size == 1:
@@ -49,14 +36,6 @@ class Ranks(NamedTuple):
         found: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(found, mine, group=self.group)
         return found
-
-    def broadcast(self, mine: Any) -> Any:
-        """Rank 0's `mine`, on every rank."""
-        if self.size == 1:
-            return mine
-        found = [mine]
-        torch.distributed.broadcast_object_list(found, self._first, self.group)
-        return found[0]
 
 
 class Agreement:

@@ -187,7 +187,7 @@ class Snapshot:
         if ranks.size > 1:
             stop = agreement.should_stop(ranks, self.steps, stop, f"calls step() for step {self.steps}")
         is_due = self._owes_a_save or (self._every is not None and self.steps % self._every == 0)
-        if is_due and not stop and not in_flight and body is not None and body.only_the_rest_is_left:
+        if is_due and not (stop or in_flight) and body is not None and body.waits_for_the_end(0):
             # A run that resumed here would have nothing to train on in this epoch. The body's end is a better place.
             self._owes_a_save = True
         elif stop or is_due:
@@ -377,7 +377,7 @@ class Snapshot:
         self._agreement.meet(ranks, f"saves after step {self.steps}")
         self._owes_a_save = False
         states, mine = contribute(self._parts, self._loop, in_flight, by_step, is_exact=self._handled() is None)
-        offers = ranks.gather(mine)
+        offers = ranks.share(mine)
         problem = ""
         if ranks.rank == 0:
             try:
@@ -393,7 +393,7 @@ class Snapshot:
                 release_files(error)
                 cause = error
         if self._agreement.meet(ranks, "has saved", float(bool(problem)))[0]:
-            problem = ranks.broadcast(problem)
+            problem = ranks.share(problem)[0]
             raise SnapshotError(f"{self.path} was not saved, and the previous snapshot is unchanged: {problem}") from (
                 cause if ranks.rank == 0 else None
             )
@@ -444,7 +444,7 @@ class Snapshot:
                 found = find(self.path)
             except SnapshotError as error:
                 found = str(error)
-        found = ranks.broadcast(found)
+        found = ranks.share(found)[0]
         if isinstance(found, str):
             raise SnapshotError(found)
         if found is None:

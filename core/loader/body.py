@@ -79,9 +79,11 @@ class Interval:
 
 @dataclass
 class Record:
-    """What a snapshot keeps of the body in which it is saved.
+    """What a snapshot keeps of the loop over epochs in which it is saved.
 
     Attributes:
+        epoch: whose body is running, or will be next; None without such a loop.
+        ends: without such a loop: the snapshot was saved after an epoch's last batch, by `Snapshot.step`.
         empty: by loader, passes that the body makes again by itself, and that give nothing.
         open: the loaders whose passes continue.
         left: the loaders whose passes have all ended, so that the next pass begins an epoch.
@@ -91,6 +93,8 @@ class Record:
         unknown: why a run cannot resume here; empty if it can.
     """
 
+    epoch: int | None = None
+    ends: bool = False
     empty: dict[str, int] = field(default_factory=dict)
     open: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
@@ -103,6 +107,19 @@ class Record:
     def rests(self) -> set[str]:
         """The loaders with open passes that began in the body."""
         return {*self.within, *([] if self.lead is None else [self.lead])}
+
+    @property
+    def begun(self) -> dict[str, int]:
+        """By loader, how many passes that the body makes one after the other have begun."""
+        names = sorted({*self.open, *self.left})
+        return {name: self.empty.get(name, 0) + (name == self.lead) for name in names}
+
+    def __str__(self) -> str:
+        """For messages."""
+        if self.epoch is None:
+            return "outside a loop over epochs"
+        begun = ", ".join(f"{name} ({count})" for name, count in self.begun.items())
+        return f"in epoch {self.epoch}, {f'with passes over {begun}' if begun else 'before any pass'}"
 
 
 class _Progress(Protocol):
@@ -272,10 +289,6 @@ class Body:
     # --- what follows from it ---
 
     @property
-    def _names(self) -> set[str]:
-        return {each.name for each in self.intervals}
-
-    @property
     def lead(self) -> Interval | None:
         """The pass that the body is in."""
         return _leads_of(self.intervals)[1]
@@ -303,16 +316,11 @@ class Body:
         lead = self.lead
         return lead is not None and lead.ended is None and not self.loaders[lead.name].is_at_end
 
-    @property
-    def only_the_rest_is_left(self) -> bool:
-        """Whether a pass of this body has come to its last batch, and none is in the middle of its epoch."""
-        return not self.is_read and any(self.loaders[name].is_at_end for name in {*self._names, *self.kept.left})
-
     def waits_for_the_end(self, in_flight: int) -> bool:
         """Whether the passes of this body have ended or come to their last batches. Not if none has begun."""
-        if self.is_read or not any(not each.older for each in self.intervals):
+        if self.is_read or (in_flight and self.lead is not None):
             return False
-        return not in_flight or self.lead is None
+        return any(not each.older for each in self.intervals) or any(each.is_at_end for each in self.loaders.values())
 
     def record(self, interrupted: bool = False) -> Record:
         """By rules 3 and 4, of a snapshot that is saved now.
@@ -333,13 +341,13 @@ class Body:
         inner = [] if lead is None else [each for each in going_on if not each.older and each.began > lead.began]
         name = lead.name if kept.lead is None and lead is not None else kept.lead
         return Record(
-            dict(empty),
-            sorted(opened),
-            sorted({*self._names, *kept.left} - opened),
-            name,
-            sorted({*(each.name for each in inner), *kept.rests} - {name}),
-            sorted(kept.ahead),
-            kept.unknown or _unknown_from(self.intervals, self.steps[1][0], 0),
+            empty=dict(empty),
+            open=sorted(opened),
+            left=sorted({*(each.name for each in self.intervals), *kept.left} - opened),
+            lead=name,
+            within=sorted({*(each.name for each in inner), *kept.rests} - {name}),
+            ahead=sorted(kept.ahead),
+            unknown=kept.unknown or _unknown_from(self.intervals, self.steps[1][0], 0),
         )
 
 
