@@ -39,7 +39,6 @@ BACKENDS = (
     Backend("midepoch.adapters.streaming:StreamingAdapter", "streaming"),
     Backend("midepoch.adapters.dataloader:MapDataLoaderAdapter"),
     Backend("midepoch.adapters.stateful:StreamAdapter"),
-    Backend("midepoch.adapters.stateful:WorkersAdapter"),
     Backend("midepoch.adapters.dataloader:IterableDataLoaderAdapter"),
     Backend("midepoch.adapters.stateful:TorchdataAdapter", "torchdata"),
     Backend("midepoch.adapters.stateful:DatasetsAdapter", "datasets"),

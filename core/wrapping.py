@@ -92,9 +92,7 @@ def wrap(
         fingerprint: your own identity of the data's content, compared when a state is loaded; at most 64 characters.
         verify: what happens if the first sample of the epoch is not the one that the loaded state describes. "sample":
             an error if it is another sample, a warning if only its bits differ. "strict": both are errors; "warn": both
-            are warnings. "off": midepoch neither compares that sample nor reads it for the state. Of a stream with a
-            state of its own in worker processes, the batch before is compared: an error if it differs, with "warn" a
-            warning.
+            are warnings. "off": midepoch neither compares that sample nor reads it for the state.
         then: work on whole batches, in the main process: to the device, mixup, erasing. midepoch calls it with each
             batch, under the batch's random stream, and hands out what it returns. It may be a torch Module.
         on_error: which batch the caller gets after one that could not be made. "next": the batch after it, with a

@@ -23,6 +23,7 @@ from midepoch.loader.lending import LENDS
 from midepoch.loader.place import Place
 from midepoch.order import MAXIMUM_SIZE, Endless
 from midepoch.order.keys import derive_key
+from midepoch.reading.exposed import exposed_samplers
 from midepoch.reading.indexed import MapReader, Samples, map_requests, unchanged
 from midepoch.reading.iterables import IterableAdapter
 from midepoch.reading.private import iterates_as_torch
@@ -346,7 +347,14 @@ class IterableDataLoaderAdapter(IterableAdapter):
     name: ClassVar[str] = "iterable-dataloader"
 
     def __init__(self, source: DataLoader[Any], options: Options) -> None:
-        super().__init__(source, options, stream=source.dataset, loader=source)
+        dataset, why = source.dataset, ""
+        own_state = callable(getattr(dataset, "load_state_dict", None)) and not hasattr(type(dataset), LENDS)
+        if own_state and source.num_workers and not options.shard and not exposed_samplers(dataset):
+            cure = "torchdata's StatefulDataLoader in place of the DataLoader carries it"
+            why = f"its own state stays in the worker processes: {cure}"
+        super().__init__(source, options, stream=dataset, loader=source, why=why)
+        if why:
+            self._tries, self._untried = False, "a pass over its copy would go on where the one before it was left"
 
     @classmethod
     def recognises(cls, source: object) -> bool:

@@ -1,4 +1,4 @@
-"""DataLoaders over IterableDatasets that keep a state of their own, in this process or in worker processes."""
+"""DataLoaders without worker processes over IterableDatasets that keep a state of their own."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from midepoch.adapters.stateful.adapter import (
     is_of,
     state_of,
 )
+from midepoch.errors import UnsupportedSourceError
 from midepoch.loader.adapter import Adapter, Options, Run, Session
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.order.keys import derive_key
@@ -25,9 +26,8 @@ from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.exposed import RAW, exposed_samplers
 from midepoch.reading.private import iterates_as_torch, pinning
 from midepoch.reading.units import Units
-from midepoch.reading.worker_state import WorkerStateAdapter, refuse_undivided
 
-__all__ = ["StreamAdapter", "WorkersAdapter"]
+__all__ = ["StreamAdapter"]
 
 
 def _carries(source: Any) -> bool:
@@ -46,7 +46,7 @@ def _carries(source: Any) -> bool:
 
 
 class StreamAdapter(StatefulAdapter):
-    """A DataLoader without worker processes: its dataset's state is asked for when somebody asks."""
+    """Such a DataLoader. Its dataset's state is asked for when somebody asks."""
 
     name: ClassVar[str] = "stateful-stream"
 
@@ -69,7 +69,11 @@ class StreamAdapter(StatefulAdapter):
 
     def open(self, run: Run) -> Session:
         """Its batches. Several ranks are refused here if nobody knew of them when it was wrapped."""
-        refuse_undivided(self.source.dataset, self.options, run.world)
+        if run.world.world_size > 1 and self.options.shard is None:
+            raise UnsupportedSourceError(
+                f"{type(self.source.dataset).__name__} would be read by {run.world.world_size} ranks: pass shard=False "
+                "if it divides its data by rank, or shard=True to let midepoch divide it"
+            )
         return super().open(run)
 
     def drawing(self) -> tuple[object, ...]:
@@ -122,22 +126,3 @@ class StreamAdapter(StatefulAdapter):
     def current(self, iterator: Iterator[Any]) -> Any:
         """The dataset's state, and whether it has ended."""
         return self.source.dataset.state_dict(), self._ended
-
-
-class WorkersAdapter(WorkerStateAdapter):
-    """A DataLoader with worker processes, each of which has a stream of its own."""
-
-    name: ClassVar[str] = "stateful-workers"
-
-    @classmethod
-    def recognises(cls, source: object) -> bool:
-        """With workers."""
-        return isinstance(source, DataLoader) and source.num_workers > 0 and _carries(source)
-
-    @classmethod
-    def choose(cls, source: Any, options: Options) -> Adapter | None:
-        """None where midepoch is to share the stream, where nobody said who divides it, or where workers stay."""
-        if source.persistent_workers:
-            return None
-        alone = source.num_workers == 1 and options.known_ranks == 1
-        return cls(source, options) if options.shard is False or (options.shard is None and alone) else None

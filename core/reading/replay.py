@@ -210,14 +210,14 @@ class ReplayReader(UnitReader):
         return self._streams is not None and self._streams.drawn
 
     def _open(self, request: ReplayRequest) -> None:
-        self._start(derive_key(Purpose.OPENING, request.seed, request.epoch))
+        # If the data stream is this process's own, so are the random streams.
+        worker = get_worker_info()
+        own = () if self._shared else (request.rank, 0 if worker is None else worker.id + 1)
+        self._start(derive_key(Purpose.OPENING, request.seed, request.epoch, *own))
         _tell_the_epoch(self.dataset, request.epoch)
         self._source = Units(_iterator_of(self.dataset))
         self._opened = request[:3]
         self._prefix = PrefixDigest()
-        # If the data stream is this process's own, so are the random streams.
-        worker = get_worker_info()
-        own = () if self._shared else (request.rank, 0 if worker is None else worker.id + 1)
         self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *own)
 
     def _digested(self, count: int) -> list[Any]:

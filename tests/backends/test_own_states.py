@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -556,18 +555,12 @@ def counting(workers: int, kind: Any = Counting, batch_size: int | None = 3, **o
     return wrap(source, seed=1, shard=False if workers > 1 else None)
 
 
-def test_a_stream_whose_state_says_too_much_is_told_or_refused() -> None:
+def test_a_stream_whose_state_says_too_much_is_told() -> None:
     alone = counting(0, SaysTooMuch)
     batches = iter(alone)
     next(batches)
     with pytest.warns(midepoch.MidepochWarning, match="does not restore its order"):
         alone.state_dict()
-    with counting(1, SaysTooMuch) as loader:
-        taken(loader, 3)
-        state = loader.state_dict()
-    with counting(1, SaysTooMuch) as resumed, pytest.raises(midepoch.SourceError, match="does not lead to the batch"):
-        resumed.load_state_dict(state)
-        next(iter(resumed))
 
 
 class Plain(IterableDataset[Any]):
@@ -606,34 +599,20 @@ class IsTold(Plain):
         return int(np.random.RandomState(self.epoch).permutation(self.size)[number - 1])
 
 
-class Timed(Plain):
-    """One sample in the middle of each batch has the time at which it was read."""
+@pytest.mark.parametrize(("kind", "said"), [(DataLoader, 1), (StatefulDataLoader, 0)])
+def test_a_state_in_workers_is_a_replay_that_names_the_cure(kind: Any, said: int) -> None:
+    def make() -> Loader:
+        return wrap(kind(Counting(), 3, num_workers=1), seed=1)
 
-    def sample(self, number: int) -> Any:
-        time_of_it = time.perf_counter_ns() if number % 4 == 2 else 0
-        return "of what it says, most is the same", number, time_of_it
-
-
-def timed(**options: Any) -> Loader:
-    return wrap(DataLoader(Timed(), 4, num_workers=1, collate_fn=list), seed=1, **options)
-
-
-def test_verify_and_a_batch_that_is_read_again() -> None:
-    state = sources.heads(timed, 2)[1]
-    with timed() as resumed, pytest.raises(midepoch.SourceError, match="pass verify='warn'"):
+    with make() as loader:
+        given = taken(loader, 2)
+        state = loader.state_dict()
+    with warnings.catch_warnings(record=True) as told, make() as resumed:
+        warnings.simplefilter("always")
         resumed.load_state_dict(state)
-        next(iter(resumed))
-    with timed(verify="warn") as resumed:
-        resumed.load_state_dict(state)
-        with pytest.warns(midepoch.MidepochWarning, match="does not lead to the batch") as told:
-            assert next(iter(resumed))[0][1] == 9
-        assert told[0].filename == __file__ and not resumed.capabilities.exact_order
-    with warnings.catch_warnings(), timed(verify="off") as resumed:
-        warnings.simplefilter("error", midepoch.MidepochWarning)
-        resumed.load_state_dict(state)
-        assert [batch[0][1] for batch in itertools.islice(resumed, 3)] == [9, 13, 17]
-        promises = resumed.capabilities
-        assert promises.exact_order.answer == promises.exact_augmentations.answer == "believed"
+        assert sources.flat([*given, *taken(resumed)]) == list(range(20))
+    cure = "torchdata's StatefulDataLoader in place of the DataLoader carries it"
+    assert [cure in str(each.message) for each in told if each.category is midepoch.MidepochWarning] == [True] * said
 
 
 def test_a_state_of_another_version_of_a_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1017,7 +996,7 @@ def test_ranks_that_nobody_knew_of_are_refused_when_read(workers: int, monkeypat
     loader = counting(workers)
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(midepoch.UnsupportedSourceError, match=r"read by 2 ranks: pass shard=False .*shard=True"):
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"read by 2 ranks.* pass shard=.* or shard="):
         next(iter(loader))
 
 
