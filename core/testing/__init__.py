@@ -9,9 +9,8 @@ With pytest, subclass `ResumableTests`: one test for each law. The functions nee
 from __future__ import annotations
 
 from .items import digest
-from .law import Law
 from .laws import LAWS, check_resumable
-from .report import LawError, Outcome, Report, Verdict
+from .report import Law, LawError, Outcome, Report, Verdict
 from .suite import ResumableTests
 
 __all__ = [

@@ -38,11 +38,6 @@ class Diagnosis:
     counted: tuple[str, ...] = ()  # the laws and trials that fail for the same cause
     others: tuple[LawError, ...] = ()  # of laws that fail for another one
 
-    @property
-    def together(self) -> str:
-        """One sentence on what fails for the same cause; '' if nothing else does."""
-        return f"{len(self.counted)} more fail with it: {', '.join(self.counted)}" if self.counted else ""
-
 
 UNINTERRUPTED = "uninterrupted"
 # What fails together. A loader that does not repeat itself fails in every comparison; one that does not continue where

@@ -38,7 +38,7 @@ def _once(method: Method) -> Method:
 
 @dataclasses.dataclass(frozen=True)
 class Resume:
-    """A resume of the uninterrupted run ``head``. ``where``: rank or workers; ``inside``: not at an epoch's end."""
+    """A resume of the uninterrupted run ``head``. ``inside``: not at an epoch's end; ``where``: " on" a rank, or so."""
 
     head: Recording
     recording: Recording
@@ -187,7 +187,7 @@ class Examination:
             head, other = self.observed(), self._under_later_seeds()
         except LawError:
             return error
-        if other.failure is not None or other.passes[0].digests == head.passes[0].digests:
+        if other.failure is not None or other.passes[0].batches == head.passes[0].batches:
             return error
         cause = f"{error.cause}. This loader depends on the global seeds of its process, and a resume has others"
         cure = f"{error.cure}. Keep the seed in the state, and let make_loader make random data with a fixed seed"
@@ -235,10 +235,11 @@ class Examination:
         for epoch, (one, other) in enumerate(zip(expected, got, strict=True)):
             self.same(one.batches, other.batches, what, epoch)
 
-    def same_rest(self, resume: Resume, told: str, what: str, by_ids: bool = False) -> None:
-        """Raise the law's error unless a resume succeeds, as ``told``, and gives the rest of the epoch that was cut."""
+    def same_rest(self, resume: Resume, by_ids: bool = False) -> None:
+        """Raise the law's error unless a resume succeeds, and its first pass is the rest of the epoch that was cut."""
         epoch, cut = resume.epoch, resume.cut
-        got = self.sound(resume.recording, told, epoch, cut).passes[0].batches
+        got = self.sound(resume.recording, f"a resume after {cut} batches", epoch, cut).passes[0].batches
+        what = f"after a cut at batch {cut}{resume.where}, the batch of the uninterrupted run"
         self.same(resume.head.passes[epoch].batches[cut:], got, what, epoch, cut, by_ids=by_ids)
 
     def same_state(self, expected: Any, got: Any, what: str, epoch: int, batch: int, *blame: str) -> None:
@@ -351,15 +352,6 @@ class Examination:
         """The run of `whole` in a world of one, with a state after every batch."""
         return self.heads()[0]
 
-    def rank_independent(self) -> bool:
-        """Whether any rank's state will do: as declared, or by comparing the ranks' states."""
-        declared, _ = self.capability("rank_independent")
-        if declared is not None:
-            return declared
-        heads = [self.sound(each, "an uninterrupted run") for each in self._heads(self.worlds[-1], False)]
-        first, *others = [[[items.digest(each) for each in part.states] for part in head.passes] for head in heads]
-        return all(other == first for other in others)
-
     def interior(self, recording: Recording, epoch: int, *, few: bool = False) -> list[int]:
         """The cuts strictly inside an epoch, in batches taken: all of them, the given ones, or three."""
         count = len(recording.passes[epoch].batches)
@@ -382,11 +374,8 @@ class Examination:
     def resume_world(
         self, heads: Sequence[Recording], places: Sequence[Place], world_size: int, followed: Collection[Place] = ()
     ) -> list[list[Recording]]:
-        """The resumes on each rank of a new world from ``places`` in the run of an old world.
-
-        Each is one pass; for the places in ``followed``, two.
-        """
-        independent = self.rank_independent()
+        """`resume_from` on each rank of a new world, from ``places`` in the run of an old world."""
+        independent = self.capability("rank_independent")[0]  # where nothing is declared, each rank's own state
         longest = sum(len(part.batches) for part in heads[0].passes) * len(heads) + 1
 
         def trials(rank: int) -> list[Trial]:
@@ -404,12 +393,8 @@ class Examination:
         return self.on_ranks(world_size, trials, group=world_size > 1 and self.gathers())
 
     @_once
-    def resumed_world(self, world_size: int) -> dict[Place, list[Recording]]:
-        """Place -> the rest of that epoch on each rank of a world, from states of a world of the same size.
-
-        At one place in each epoch, the next epoch too. The places include the ends of epochs if all ranks have equally
-        many batches. The calling law judges failures.
-        """
+    def _resumes_in_world(self, world_size: int) -> list[Resume]:
+        """A resume on each rank, from a few places, and from the ends of epochs in which ranks have equal counts."""
         heads = self.heads(world_size)
         places = inside = self.places(heads[0])
         for epoch in range(self.settings.epochs):
@@ -418,7 +403,10 @@ class Examination:
                 places = [*places, (epoch, counts.pop())]
         followed = places if self.ranks_end_apart else self.followed(inside)
         ranks = self.resume_world(heads, places, world_size, followed)
-        return {place: [recordings[number] for recordings in ranks] for number, place in enumerate(places)}
+        return [
+            Resume(heads[rank], recordings[number], *place, place in inside, f" on rank {rank} of {world_size}")
+            for number, place in enumerate(places) for rank, recordings in enumerate(ranks)
+        ]  # fmt: skip
 
     def head_with(self, option: str, value: int) -> Recording:
         """The run of `observed` with another value of an option, such as the number of workers."""
@@ -431,30 +419,23 @@ class Examination:
 
     @_once
     def resumes_with_workers(self) -> list[Resume]:
-        """A resume at a few places of a run with workers, each with as many; none without workers.
-
-        At one place in each epoch, the next epoch too. The calling law judges failures.
-        """
+        """A resume at a few places of a run with workers, each with as many; none without workers."""
         workers = self.most_workers
         if not workers:
             return []
         head = self.head_with("num_workers", workers)
         places = self.places(head)
         recordings = self.resume_from(head, places, self.followed(places), num_workers=workers)
-        where = f"with num_workers={workers}"
+        where = f" with num_workers={workers}"
         return [Resume(head, each, *place, True, where) for place, each in zip(places, recordings, strict=True)]
 
     def resumes(self) -> Iterator[Resume]:
-        """All of `resumed`, and then all of `resumed_world`, on each rank of each world."""
+        """All of `resumed`, and then those on each rank of each world."""
         head = self.observed()
         for (epoch, cut), recording in self.resumed().items():
             yield Resume(head, recording, epoch, cut, 0 < cut < len(head.passes[epoch].batches))
         for world_size in self.worlds[1:]:
-            heads = self.heads(world_size)
-            for (epoch, cut), recordings in self.resumed_world(world_size).items():
-                inside = cut < len(heads[0].passes[epoch].batches)
-                for rank, (head, recording) in enumerate(zip(heads, recordings, strict=True)):
-                    yield Resume(head, recording, epoch, cut, inside, f"on rank {rank} of {world_size}")
+            yield from self._resumes_in_world(world_size)
 
     @property
     def most_workers(self) -> int:
@@ -464,11 +445,11 @@ class Examination:
     def repeats_with_workers(self) -> bool:
         """Whether two uninterrupted runs with workers agree bit for bit. Examined only if a resume does not."""
         one, other = (self._head_with("num_workers", self.most_workers, process) for process in (0, 1))
-        return [part.digests for part in one.passes] == [part.digests for part in other.passes]
+        return [part.batches for part in one.passes] == [part.batches for part in other.passes]
 
-    def with_workers(self) -> list[dict[str, int]]:
-        """Options: none, and the largest number of workers if there are any to examine."""
-        return [{}, {"num_workers": self.most_workers}] if self.most_workers else [{}]
+    def with_workers(self, *, quick: bool = False) -> list[dict[str, int]]:
+        """Options: none, and unless ``quick`` the largest number of workers if there are any to examine."""
+        return [{}, {"num_workers": self.most_workers}] if self.most_workers and not quick else [{}]
 
     def need_promise(self, name: str = "exact_order") -> None:
         """Raise `InapplicableError` for a loader that declares this capability no."""

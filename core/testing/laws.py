@@ -11,16 +11,13 @@ from functools import partial
 from typing import Any, Literal
 
 from .examine import Examination
-from .law import Law
-from .laws_of_callers import cost, delivery, guest
-from .laws_of_holes import holes
+from .laws_of_callers import cost, delivery, guest, honesty
 from .laws_of_passes import any_item, boundary, determinism, next_epoch, tail
 from .laws_of_states import chain, isolation, observer, round_trip, transport
-from .live import reshard, rollback
-from .proofs import honesty, witness
+from .live import holes, reshard, rollback
 from .record import Settings
-from .refusal import refusal
-from .report import LawError, Outcome, Report, Verdict, reach
+from .refusal import refusal, witness
+from .report import Law, LawError, Outcome, Report, Verdict, reach
 from .transparent import transparent
 from .worlds import partition, topology
 
@@ -114,8 +111,7 @@ def check_resumable(
 def _examine(law: Law, examination: Examination) -> Outcome:
     examination.begin(law.name, law.cause, law.cure)
     try:
-        outcome: Outcome = law.examine(examination)
-        return outcome
+        return law.examine(examination)
     except LawError as error:
         if law is not transparent:  # the other laws compare the loader with itself
             examination.broken.append(law.name)

@@ -1,7 +1,8 @@
-"""Laws of the program around a loader: what it has in flight, what it pays, and its own random numbers."""
+"""Laws of the program around a loader: what it has in flight, what it pays, its random numbers, what it is promised."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -15,14 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import StateError
+from ..errors import MidepochError, StateError
 from . import items
 from .examine import Examination
-from .law import law
-from .record import Pass, Settings, open_loader, see, violation
-from .report import HOLDS, LawError, Outcome, combined
+from .record import CAPABILITIES, Pass, Settings, open_loader, see, violation
+from .report import HOLDS, LawError, Outcome, combined, law
 
-__all__ = ["cost", "delivery", "guest"]
+__all__ = ["cost", "delivery", "guest", "honesty"]
 
 _PAUSE = 0.25  # seconds that a slow training loop waits, so that a prefetcher can run ahead
 _READ_AHEAD = 2  # batches in flight in the delivery law
@@ -52,8 +52,7 @@ def delivery(examination: Examination) -> Outcome:
             untold = Outcome("not applicable", "state_dict takes no in_flight")
             outcomes["in flight"] = HOLDS if slow.in_flight else untold
     for each in examination.resumes_with_workers():  # they prefetch before and after the cut
-        what = f"{each.where}, the samples that were not yet handed over"
-        examination.same_rest(each, f"a resume {each.where}", what, by_ids=True)
+        examination.same_rest(each, by_ids=True)
     return combined({"prefetched": HOLDS, **outcomes})
 
 
@@ -227,3 +226,44 @@ def _draw() -> None:
     random.random()
     np.random.random(3)
     torch.rand(5)  # not seeded: a loader may take torch's initial seed as its own
+
+
+@law(
+    "honesty",
+    cause="a promise is tried too late, or only when it has already been broken",
+    cure="try it when reading begins, and say in capabilities what does not hold before the first state can be saved",
+)
+def honesty(examination: Examination) -> Outcome:
+    """What a loader promises with its first state, after its first batch, it still promises after two epochs."""
+    reason = examination.investigate(_promises_kept)
+    return Outcome("not promised", reason) if reason else HOLDS
+
+
+def _promises_kept(settings: Settings, options: Mapping[str, Any]) -> str:
+    """What was taken back in time. What is taken back too late breaks the law."""
+    with open_loader(settings, options) as loader:
+        if getattr(loader, "capabilities", None) is None:
+            return ""
+        stated = _promises(loader)
+        batches = 0
+        first: dict[str, bool] = {}
+        for epoch in range(2):
+            # Another law judges an epoch that fails.
+            with contextlib.suppress(MidepochError):
+                for _ in loader:
+                    batches += 1
+                    if not first:
+                        with contextlib.suppress(Exception):  # a source may have no state here
+                            loader.state_dict()
+                    promised = _promises(loader)
+                    first = first or promised
+                    for name in CAPABILITIES:
+                        if first[name] and not promised[name]:
+                            got = f"after {batches} batches it is no: {getattr(loader.capabilities, name).reason}"
+                            raise violation(f"{name} as it was promised with the first state", got, epoch, batches)
+        taken_back = [name for name in CAPABILITIES if first and stated[name] and not first[name]]
+        return "; ".join(f"{name} is no: {getattr(loader.capabilities, name).reason}" for name in taken_back)
+
+
+def _promises(loader: Any) -> dict[str, bool]:
+    return {name: bool(getattr(loader.capabilities, name, False)) for name in CAPABILITIES}

@@ -12,10 +12,9 @@ import torch
 
 from . import items
 from .examine import Examination, Resume
-from .law import law
 from .naming import UNNAMED
 from .record import Pass, Seen, Settings, Trial, open_loader, see, see_rest, state_of, violation
-from .report import HOLDS, LawError, Outcome, combined
+from .report import HOLDS, LawError, Outcome, combined, law
 from .worlds import count
 
 __all__ = ["any_item", "boundary", "determinism", "next_epoch", "tail"]
@@ -82,18 +81,11 @@ def tail(examination: Examination) -> Outcome:
     compared = False
     for each in examination.resumes():
         if each.inside:
-            _same_rest(examination, each)
+            examination.same_rest(each)
             compared = True
     if not compared:
         return Outcome("not applicable", "an epoch has no more than one batch, so nothing can be cut; make it longer")
-    return combined({"cuts": HOLDS, "workers": _with_workers(examination, _same_rest)})
-
-
-def _same_rest(examination: Examination, resume: Resume, by_ids: bool = False) -> None:
-    """Compare the first pass of a resume with the rest of the epoch that was cut."""
-    where = f"{resume.where}, " if resume.where else ""
-    what = f"after a cut at batch {resume.cut}, {where}the batch of the uninterrupted run"
-    examination.same_rest(resume, f"a resume after {resume.cut} batches", what, by_ids)
+    return combined({"cuts": HOLDS, "workers": _with_workers(examination, Examination.same_rest)})
 
 
 def _with_workers(examination: Examination, compare: Callable[[Examination, Resume, bool], None]) -> Outcome:
@@ -132,7 +124,7 @@ def next_epoch(examination: Examination) -> Outcome:
 def _same_next(examination: Examination, resume: Resume, by_ids: bool = False) -> None:
     """Compare the second pass of a resume, if it has one, with the epoch that followed in the uninterrupted run."""
     epoch, cut = resume.epoch, resume.cut
-    after = f"{cut} batches{f' {resume.where}' if resume.where else ''}"
+    after = f"{cut} batches{resume.where}"
     examination.sound(resume.recording, f"a resume after {after}", epoch, cut)
     what = f"resumed in epoch {epoch} after {after}, in the next epoch"
     for got in resume.recording.passes[1:]:
@@ -157,10 +149,9 @@ def boundary(examination: Examination) -> Outcome:
         if each.inside:
             continue
         ended = each.cut > 0
-        where = f" {each.where}" if each.where else ""
-        passes = examination.sound(each.recording, f"a resume{where}", each.epoch, each.cut).passes
+        passes = examination.sound(each.recording, f"a resume{each.where}", each.epoch, each.cut).passes
         when = "after the last batch" if ended else "before the first batch"
-        what = f"from the state {when} of epoch {each.epoch}{where and f',{where}'}"
+        what = f"from the state {when} of epoch {each.epoch}{each.where}"
         expected = each.head.passes[each.epoch + ended].batches
         apart = ended and bool(each.where) and examination.ranks_end_apart and not passes[0].batches
         examination.same(expected, passes[apart].batches, what, each.epoch + ended)
@@ -239,8 +230,7 @@ def any_item(examination: Examination) -> Outcome:
             raise examination.error(f"{len(_ANY_ITEMS)} items, each once", f"{number} items{told}", epoch, number)
     trials = [Trial(settings, options, state=state, limit=2 * len(_ANY_ITEMS)) for state in head.passes[0].states[:-1]]
     for cut, recording in enumerate(examination.resume(trials)):
-        resume = Resume(head, recording, 0, cut, True)
-        examination.same_rest(resume, f"a resume after {cut} odd items", f"after a cut at item {cut}, the item")
+        examination.same_rest(Resume(head, recording, 0, cut, True))
     return HOLDS
 
 

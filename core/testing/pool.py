@@ -88,7 +88,8 @@ class ProcessPool:
         with self._lock:
             servers, self._servers = list(self._servers.values()), {}
         for server in servers:
-            server.stop()
+            with contextlib.suppress(OSError):  # it has already ended
+                server.connection.send_bytes(b"")
         deadline = time.monotonic() + _GRACE
         for server in servers:
             server.process.join(max(0.0, deadline - time.monotonic()))
@@ -108,7 +109,7 @@ class _Server:
 
     def __init__(self, number: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
+        self.connection, theirs = context.Pipe()
         self._number, self._allowance = number, _FIRST_CALL_ALLOWANCE
         # How this process starts others: as set, or the platform's default. Asking does not fix the choice.
         method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
@@ -121,14 +122,14 @@ class _Server:
         """The result of a call. A process that does not give one in time is killed."""
         name = getattr(call.function, "__name__", "a call")
         try:
-            self._connection.send_bytes(payload)
-            if not self._connection.poll(timeout + self._allowance):
+            self.connection.send_bytes(payload)
+            if not self.connection.poll(timeout + self._allowance):
                 self.kill()
                 raise ProcessError(
                     f"process {self._number} did not finish '{name}' within {timeout:.0f} s; the loader hangs or its "
                     "epoch is endless. Give make_loader a smaller epoch, or raise timeout="
                 )
-            succeeded, result, trace = pickle.loads(self._connection.recv_bytes())
+            succeeded, result, trace = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError) as error:
             self.process.join(_GRACE)
             code = self.process.exitcode
@@ -141,10 +142,6 @@ class _Server:
         if not succeeded:
             raise ProcessError(f"process {self._number}: {result}\n{trace}".rstrip())
         return result
-
-    def stop(self) -> None:
-        with contextlib.suppress(OSError):  # it has already ended
-            self._connection.send_bytes(b"")
 
     def kill(self) -> None:
         if self.process.is_alive():

@@ -21,7 +21,6 @@ import torch
 from ..state.parts import gather
 from . import items, naming
 from .report import LawError
-from .together import by_steps
 
 __all__ = [
     "CAPABILITIES", "MOST_BATCHES", "OPTIONS", "Failure", "Pass", "Recording", "Seen", "Settings", "Trial",
@@ -116,11 +115,6 @@ class Pass:
     states: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def digests(self) -> list[str]:
-        """The digest of each batch."""
-        return [seen.digest for seen in self.batches]
-
-    @property
     def ids(self) -> list[tuple[Hashable, ...]]:
         """The sample identities of each batch."""
         return [seen.ids for seen in self.batches]
@@ -192,8 +186,10 @@ def open_loader(settings: Settings, options: Mapping[str, Any], *, later: bool =
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loader = settings.make_loader(**options)
+        if getattr(loader, "global_batch", None) is not None:
+            raise ValueError("several batches of this loader make one step: examine it without global_batch=")
         try:
-            yield by_steps(loader)
+            yield loader
         finally:
             close = getattr(loader, "close", None)
             if callable(close):

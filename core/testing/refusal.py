@@ -1,4 +1,4 @@
-"""The law that a state which does not fit is refused, without side effects."""
+"""The laws that a state which does not fit, or is of other data, is refused without side effects."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import MidepochError
-from ..state.format import reseal
+from ..state.format import FIELDS, reseal
+from ..state.witness import Witness, of_another_sample
 from . import items
 from .examine import Examination
-from .law import law
 from .record import Settings, capture_failure, open_loader, see, violation
-from .report import HOLDS, Outcome, combined, names_all
+from .report import HOLDS, Outcome, combined, law, names_all
 from .worlds import UNNAMED_VALUES
 
-__all__ = ["refusal"]
+__all__ = ["refusal", "witness"]
 
-_KEYS = (
-    "version", "adapter", "epoch", "position", "seed", "size", "world_size", "batch_size", "fingerprint", "detail",
-    "checksum",
-)  # fmt: skip
 _STATE_ERROR = "midepoch.errors.StateError"
 _MISMATCH = "midepoch.errors.StateMismatchError"
 _VERSION = "midepoch.errors.StateVersionError"
@@ -54,15 +50,12 @@ def refusal(examination: Examination) -> Outcome:
     head = examination.observed()
     cut = len(head.passes[0].batches) // 2
     good = head.passes[0].states[cut]
-    ours = all(key in good for key in _KEYS)
+    ours = good.keys() >= set(FIELDS)
     cases = _damaged(examination, good) if ours else _senseless(good)
     outcomes = {}
     if ours:
         for option in ("seed", "size"):
-            found = _from_variation(examination, option, cut, good)
-            outcomes[option] = found if isinstance(found, Outcome) else HOLDS
-            if not isinstance(found, Outcome):
-                cases.append(found)
+            outcomes[option] = _add_variation(cases, examination, option, cut, good)
     else:
         told = "the state is not midepoch's, so only missing keys, wrong types and None were tried, for any exception"
         outcomes["fixed keys"] = Outcome("holds", told)
@@ -113,7 +106,7 @@ def _damaged(examination: Examination, good: dict[str, Any]) -> list[_Case]:
     if type(size := good["size"]) is int and size >= 0:
         cases += [resealed("size", other, _MISMATCH, (other, size)) for other in (size + 1, size * 2 + 1)]
         cases.append(resealed("position", size + 1))
-    cases += [resealed(key, value) for key, values in _NONSENSE.items() if key in good for value in values]
+    cases += [resealed(key, value) for key, values in _NONSENSE.items() for value in values]
     cases += [_Case(f"{key} flipped, not resealed", good | {key: _flip(value)}) for key, value in good.items()]
     for key in good:
         if key != "checksum":
@@ -141,7 +134,6 @@ def _without(state: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _flip(value: Any) -> Any:
-    """``value`` with one bit flipped."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -151,8 +143,10 @@ def _flip(value: Any) -> Any:
     return "x"
 
 
-def _from_variation(examination: Examination, option: str, cut: int, good: dict[str, Any]) -> _Case | Outcome:
-    """The case of a state from a loader with another stated seed or another size of the dataset."""
+def _add_variation(
+    cases: list[_Case], examination: Examination, option: str, cut: int, good: dict[str, Any]
+) -> Outcome:
+    """Add the case of a state from a loader with another stated seed or another size of the dataset."""
     if not examination.takes(option):
         return Outcome("not applicable", f"the factory takes no {option}")
     default = examination.default(option)
@@ -164,7 +158,8 @@ def _from_variation(examination: Examination, option: str, cut: int, good: dict[
     states = examination.head_with(option, default + 1).passes[0].states
     name = f"a state of {option}={default + 1}, loaded with {option}={default}"
     seed = default if option == "seed" else None
-    return _Case(name, states[min(cut, len(states) - 1)], _MISMATCH, (default + 1, default), seed)
+    cases.append(_Case(name, states[min(cut, len(states) - 1)], _MISMATCH, (default + 1, default), seed))
+    return HOLDS
 
 
 def _offer_all(examination: Examination, options: Mapping[str, Any], cases: Sequence[_Case], moment: _Moment) -> None:
@@ -219,3 +214,32 @@ def _check_refused(loader: Any, case: _Case, when: str) -> None:
     if not names_all(failure.message, case.names):
         expected += f", its message naming {' and '.join(map(str, case.names))}"
         raise violation(expected, f"{when}: {failure}", 0, None, *UNNAMED_VALUES)
+
+
+@law(
+    "witness",
+    cause="the first sample of the epoch is not compared with what the state says of it",
+    cure="read it before the first batch, and raise a StateMismatchError if it is another sample",
+)
+def witness(examination: Examination) -> Outcome:
+    """A state of other data is refused before the first batch."""
+    head = examination.observed()
+    cut = max(1, len(head.passes[0].batches) // 2)
+    state = head.passes[0].states[cut]
+    try:
+        found = Witness.parse(state.get("witness", ""))
+    except MidepochError:
+        return Outcome("not applicable", "the state's witness is not midepoch's")
+    if found is None or not found.told:
+        return Outcome("not applicable", "the state has no witness: nothing of the data is compared at a resume")
+    if found.epoch != state["epoch"]:
+        return Outcome("not applicable", "an epoch has one batch: what differs at its end may be meant to")
+    seal = examination.settings.reseal or reseal
+    other = seal({**state, "witness": str(of_another_sample(found))})
+    trials = [examination.trial(state=each) for each in (state, other)]
+    same, changed = examination.resume(trials)
+    examination.sound(same, "a resume over the same data", 0, cut)
+    if changed.failure is None or _MISMATCH not in changed.failure.kinds:
+        wanted = "a StateMismatchError where the first sample of the epoch is another one"
+        raise examination.error(wanted, str(changed.failure or "it continues"), 0, cut)
+    return HOLDS

@@ -1,4 +1,4 @@
-"""How a law ends, in one of the words of `MEANINGS`. And the report of all laws."""
+"""What a law is, how it ends, in one of the words of `MEANINGS`, and the report of all laws."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Literal
 from ..loader.notebook import table
 
 __all__ = [
-    "HOLDS", "MEANINGS", "InapplicableError", "LawError", "Outcome", "Promise", "Report", "Verdict", "combined",
-    "legend", "names_all", "reach",
+    "HOLDS", "MEANINGS", "InapplicableError", "Law", "LawError", "Outcome", "Promise", "Report", "Verdict", "combined",
+    "law", "legend", "names_all", "reach",
 ]  # fmt: skip
 
 Ending = Literal["holds", "refused clearly", "not promised", "not applicable"]
@@ -84,6 +84,36 @@ class Outcome:
 
     status: Ending
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class Law:
+    """A property of resumable loaders, or a trial of what one promises.
+
+    Attributes:
+        name: in reports.
+        sentence: the property, in one sentence.
+        examine: takes an `Examination`, and a trial also seconds; returns an `Outcome` or raises a `LawError`.
+        cause: the usual reason for a failure.
+        cure: what to do about it.
+        of: the capabilities that are promised wrongly if it does not hold.
+    """
+
+    name: str
+    sentence: str
+    examine: Callable[..., Outcome]
+    cause: str
+    cure: str
+    of: tuple[str, ...] = ()
+
+
+def law(name: str, *of: str, cause: str, cure: str) -> Callable[[Callable[..., Outcome]], Law]:
+    """Make a `Law` from a function. Its docstring is the law's sentence."""
+
+    def define(function: Callable[..., Outcome]) -> Law:
+        return Law(name, (function.__doc__ or "").strip(), function, cause, cure, of)
+
+    return define
 
 
 @dataclass(frozen=True)

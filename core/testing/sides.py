@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -25,22 +25,10 @@ class Answer:
     tone: Literal["good", "bad", "other"]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The table: ``headings`` of the sides, such as "without midepoch"; each question with an answer for each side."""
+Comparison = Mapping[str, Mapping[str, Answer]]
+"""The table: heading of a side, such as "without midepoch" -> question -> answer."""
 
-    headings: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[Answer, ...]], ...]
-
-    @classmethod
-    def of(cls, sides: Mapping[str, Mapping[str, Answer]]) -> Comparison:
-        """The table of ``heading -> question -> answer``. What one side only answers is open on the others."""
-        questions = dict.fromkeys(question for answers in sides.values() for question in answers)
-        untold = Answer("-", "other")
-        rows = [(each, tuple(answers.get(each, untold) for answers in sides.values())) for each in questions]
-        return cls(tuple(sides), tuple(rows))
-
-
+Ask = Callable[[Examination, str, Recording, Sequence[Place]], dict[str, Answer]]
 _EXACT = Answer("exact", "good")
 _REST = "rest of an epoch that was cut"
 
@@ -56,7 +44,15 @@ def answer_all(examination: Examination) -> dict[str, Answer]:
     if not places:
         return {_REST: Answer("an epoch is one batch: nothing to cut", "other")}
     answers: dict[str, Answer] = {}
-    for question, ask in _questions(examination):
+    asks: dict[str, Ask] = {_REST: _unchanged}
+    for world_size in examination.worlds[1:2]:
+        asks[f"continued on {world_size} ranks"] = partial(_changed, world_size=world_size)
+    if workers := examination.most_workers:
+        asks[f"continued with {workers} workers"] = partial(_changed, num_workers=workers)
+    if examination.takes("batch_size") and (size := examination.default("batch_size")) is not None:
+        asks[f"continued with batches of {size + 1}"] = partial(_changed, batch_size=size + 1)
+    asks["its state"] = _state
+    for question, ask in asks.items():
         try:
             answers |= ask(examination, question, head, places)
         except LawError as error:
@@ -66,20 +62,6 @@ def answer_all(examination: Examination) -> dict[str, Answer]:
 
 def _failing(error: LawError) -> Answer:
     return Answer(f"fails: {error.got.splitlines()[0].partition(' ')[0]}", "bad")
-
-
-Ask = Callable[[Examination, str, Recording, Sequence[Place]], dict[str, Answer]]
-
-
-def _questions(examination: Examination) -> Iterator[tuple[str, Ask]]:
-    yield _REST, _unchanged
-    for world_size in examination.worlds[1:2]:
-        yield f"continued on {world_size} ranks", partial(_changed, world_size=world_size)
-    if workers := examination.most_workers:
-        yield f"continued with {workers} workers", partial(_changed, num_workers=workers)
-    if examination.takes("batch_size") and (size := examination.default("batch_size")) is not None:
-        yield f"continued with batches of {size + 1}", partial(_changed, batch_size=size + 1)
-    yield "its state", _state
 
 
 def _unchanged(examination: Examination, question: str, head: Recording, places: Sequence[Place]) -> dict[str, Answer]:
@@ -133,7 +115,7 @@ def _answer(
             return Answer("refused", "other") if refused else Answer(f"fails: {str(failure).partition(' ')[0]}", "bad")
     parts = [recording.passes[number] for recording in resumed]
     unchanged = len(parts) == 1 and not elastic
-    if len(parts) == 1 and parts[0].digests == whole.digests[cut:]:
+    if len(parts) == 1 and parts[0].batches == whole.batches[cut:]:
         return _EXACT
     if examination.naming is not None and examination.naming.blind:
         untold = Answer("not known: nothing names the samples", "other")

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .examine import Examination
-from .law import Law
 from .laws import LAWS, judge
 from .record import Settings
+from .report import Law
 
 __all__ = ["ResumableTests"]
 
@@ -49,18 +49,14 @@ class ResumableTests:
         kind = type(self)
         found = vars(kind).get("_kept")
         if not isinstance(found, Examination):
-            found = Examination(self._settings())
+            settings = Settings(**{each.name: self._value(each.name) for each in dataclasses.fields(Settings)})
+            found = Examination(settings)
             kind._kept = found  # type: ignore[attr-defined]
         return found
-
-    def _settings(self) -> Settings:
-        return Settings(**{each.name: self._value(each.name) for each in dataclasses.fields(Settings)})
 
     def _value(self, name: str) -> Any:
         """This attribute. A function may be a method, a staticmethod or a plain module-level function."""
         value = getattr(self, name, None)
-        if name == "make_loader" and value is None:
-            raise TypeError(f"{type(self).__name__} must set make_loader to a function that builds a fresh loader")
         if isinstance(value, types.MethodType) and "." not in value.__func__.__qualname__:
             # A module-level function that was assigned without staticmethod() does not expect self.
             return value.__func__

@@ -26,11 +26,9 @@ from ..reading.exposed import exposed_samplers
 from ..reading.private import shut_down
 from ..wrapping import wrap
 from .examine import Examination
-from .law import law
 from .record import MOST_BATCHES, Failure, Pass, Recording, Seen, Settings, capture_failure, open_loader, see
-from .report import HOLDS, InapplicableError, LawError, Outcome, combined
+from .report import HOLDS, InapplicableError, LawError, Outcome, combined, law
 from .subjects import rebuilt
-from .together import GlobalBatches
 from .worlds import contents_of, count, some
 
 __all__ = ["transparent"]
@@ -140,7 +138,7 @@ def _read_sides(examination: Examination, way: _Way, alone: list[Any] | None) ->
 def _read_side(
     settings: Settings, options: Mapping[str, Any], way: _Way, side: Side, later: bool
 ) -> _Reading | Failure | str:
-    """What one side does. A text says why there is nothing to compare with, a `Failure` that none could be made."""
+    """A text says why there is nothing to compare with, a `Failure` that none could be made."""
     try:
         with _opened(settings, options, way, side, later) as opened:
             return _read(settings, opened, side)
@@ -157,8 +155,7 @@ def _opened(settings: Settings, options: Mapping[str, Any], way: _Way, side: Sid
         with open_loader(replace(settings, make_loader=settings.plain), given, later=later) as source:
             yield _Opened(source, source)
         return
-    with open_loader(settings, given, later=later) as made:
-        loader = made._loader if isinstance(made, GlobalBatches) else made
+    with open_loader(settings, given, later=later) as loader:
         if not isinstance(loader, Loader):
             if side == "plain":
                 raise InapplicableError("no plain loader is known: give plain=, a function that makes it")
@@ -169,8 +166,7 @@ def _opened(settings: Settings, options: Mapping[str, Any], way: _Way, side: Sid
             source = rebuilt(source, source.num_workers, persistent_workers=True)
             loader = wrap(source, **part.options)
         if side == "wrapped":
-            whole = frozenset() if part.context.options.global_batch is None else frozenset({"tail"})
-            yield _Opened(loader, source, departs=(part.adapter.facts.departs or frozenset()) | whole)
+            yield _Opened(loader, source, departs=part.adapter.facts.departs or frozenset())
             return
         if why := _no_plain(source, part):
             raise InapplicableError(f"{why}: give plain=, a function that makes the plain loader")
@@ -315,7 +311,6 @@ def _plain(path: str, value: Any) -> dict[str, Hashable]:
 
 
 def _judge(examination: Examination, way: _Way, plain: Any, again: Any, wrapped: Any) -> Outcome:
-    """Raise the law's error at the first difference between the sides, as `_read_side` has read them."""
     if isinstance(wrapped, Failure) and _OURS in wrapped.kinds:
         return Outcome("refused clearly", wrapped.message)
     for side, what in ((wrapped, "a loader"), (plain, "a plain loader"), (again, "a plain loader")):
@@ -343,7 +338,6 @@ class _Comparison:
         self.blind = naming is not None and naming.blind  # samples have no names
 
     def judge(self) -> Outcome:
-        """Raise the law's error at the first difference."""
         plain, wrapped = self.plain, self.wrapped
         refused = wrapped.raised if wrapped.raised is not None and _OURS in wrapped.raised.kinds else None
         if refused is None:
@@ -503,10 +497,7 @@ def _times(number: int) -> str:
 
 
 def _compare_ranks(examination: Examination, departs: frozenset[str] | None) -> Outcome:
-    """Ranks have as much as where the source itself divides; joined, their batches are one rank's.
-
-    The latter only of a loader that says what it does in another way than the source, and does not name its ranks.
-    """
+    """Ranks have as much as where the source itself divides; joined, their batches are one rank's."""
     for world_size in examination.worlds[1:]:
         calls = []
         for rank, size in [(0, 1), *((rank, world_size) for rank in range(world_size))]:
@@ -523,6 +514,7 @@ def _compare_ranks(examination: Examination, departs: frozenset[str] | None) -> 
             return Outcome("not applicable", "the plain loader cannot be made for several ranks")
         for rank, (one, got) in enumerate(zip(plain, wrapped, strict=True)):
             _same_share(examination, f"on rank {rank} of {world_size}", alone, one, got)
+        # Of a loader that says what it does in another way than the source, and does not name its ranks.
         ours = departs is not None and departs.isdisjoint({"tail", "ranks"})
         if ours and all(examination.capability(name)[0] for name in ("rank_independent", "elastic_world")):
             _same_global_batches(examination, wrapped)

@@ -8,31 +8,33 @@ Each trial ends when its share of the time is used up. It keeps checksums, never
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
 import itertools
 import random
+import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset
 
 from ..attributes import directly_held
+from ..errors import MidepochError
 from ..loader.lending import loader_of
 from ..loader.part import Part
 from ..reading.replay import ReplayReader
-from ..state.witness import SampleSummary
+from ..state.witness import SampleSummary, Witness
 from .examine import Examination
-from .law import Law, law
-from .record import Seen, Settings, open_loader, see, violation
-from .report import InapplicableError, Outcome, Verdict, reach
+from .laws import LAWS
+from .record import CAPABILITIES, Seen, Settings, open_loader, see, violation
+from .report import InapplicableError, Law, LawError, Outcome, Promise, Verdict, law, reach
 
-__all__ = ["TRIALS", "try_promises"]
+__all__ = ["TRIALS", "stand", "try_promises"]
 
 _MOST_SAMPLES = 4096
 _MOST_STATES = 512
@@ -187,17 +189,12 @@ def _look(
             reads += 1
             indices[where] = f"{samples.indices(where.unit)[where.place]!r:.80}"
             before = looks.setdefault(where, look)
-            if differs := _differs(before, look, only_most):
-                return _Looked(looks, indices, reads, (where, differs))
+            differing = before.differing(look)
+            if differing and (not only_most or before.holds_most(differing)):  # else it is the same sample
+                return _Looked(looks, indices, reads, (where, before.names(differing)))
             if time.monotonic() > deadline:
                 break
     return _Looked(looks, indices, reads, None)
-
-
-def _differs(one: SampleSummary, other: SampleSummary, only_most: bool) -> str:
-    """The parts that differ; empty if none do, or with `only_most` if it is the same sample all the same."""
-    differing = one.differing(other)
-    return one.names(differing) if differing and (not only_most or one.holds_most(differing)) else ""
 
 
 def _spread(count: int, most: int) -> range:
@@ -217,29 +214,18 @@ def passes(examination: Examination, seconds: float) -> Outcome:
     """The second and third pass over one object, under the same streams, are the first one, over their whole length."""
     epochs = min(examination.settings.epochs, 2)
     first, later, refused = examination.investigate(_repeat, epochs, seconds)
-    for again in later:
-        expected = first[again.epoch] if again.whole else first[again.epoch][: len(again.batches)]
-        what = f"in pass {again.number} over epoch {again.epoch}, the batch of the first pass"
-        examination.same(expected, again.batches, what, again.epoch)
+    for number, epoch, again in later:
+        what = f"in pass {number} over epoch {epoch}, the batch of the first pass"
+        examination.same(first[epoch], again, what, epoch)
     if refused:
         return Outcome("refused clearly", refused)
-    return Outcome("holds", f"{len(later)} later passes, {sum(len(again.batches) for again in later)} batches")
-
-
-@dataclass
-class _Again:
-    """A later pass over an epoch. ``whole``: it has ended, before the time had."""
-
-    number: int
-    epoch: int
-    batches: list[Seen]
-    whole: bool = False
+    return Outcome("holds", f"{len(later)} later passes, {sum(len(again) for *_, again in later)} batches")
 
 
 def _repeat(
     settings: Settings, options: Mapping[str, Any], epochs: int, seconds: float
-) -> tuple[list[list[Seen]], list[_Again], str]:
-    """The first pass over each epoch, later ones, and why the loader does not go back."""
+) -> tuple[list[list[Seen]], list[tuple[int, int, list[Seen]]], str]:
+    """The first pass over each epoch, later ones with their numbers and epochs, and why the loader does not go back."""
     deadline = time.monotonic() + seconds
     starts, first, later = [], [], []
     with open_loader(settings, options) as loader:
@@ -249,12 +235,10 @@ def _repeat(
         try:
             for number, epoch in itertools.product((2, 3), range(epochs)):
                 loader.load_state_dict(copy.deepcopy(starts[epoch]))
-                later.append(_Again(number, epoch, []))
-                for batch in itertools.islice(loader, _MOST_BATCHES):
-                    later[-1].batches.append(see(settings, batch))
-                    if time.monotonic() > deadline:
-                        return first, later, ""
-                later[-1].whole = True
+                again = [see(settings, batch) for batch in itertools.islice(loader, _MOST_BATCHES)]
+                later.append((number, epoch, again))
+                if time.monotonic() > deadline:
+                    break
         except Exception as error:  # noqa: BLE001  # the law 'round trip' judges it
             return first, later, f"{type(error).__name__}: {error}"
     return first, later, ""
@@ -347,3 +331,51 @@ def _replays() -> list[ReplayReader]:
 
 TRIALS = (lists, samples, passes, states, threads)
 """All trials, in the order in which they are made: the most telling first."""
+
+
+# --- what promises rest on ---
+
+
+def stand(examination: Examination, trials: Sequence[Verdict], laws: Sequence[Verdict]) -> tuple[Promise, ...]:
+    """What each promise of a loader rests on, after its trials and laws. Empty if an uninterrupted run fails."""
+    examination.begin()
+    try:
+        states = [each for part in examination.observed().passes[:1] for each in part.states[1:2]]
+        return (*map(_of_the_data, states), *(_of(examination, name, trials, laws) for name in CAPABILITIES))
+    except LawError:
+        return ()
+
+
+def _of_the_data(state: Mapping[str, Any]) -> Promise:
+    """What a resume compares before it goes on."""
+    detail = str(state.get("detail", ""))
+    proofs = []
+    with contextlib.suppress(MidepochError):
+        if (witness := Witness.parse(state.get("witness", ""))) is not None and witness.told:
+            proofs.append("the first sample of the epoch, its content and its bits")
+    if re.search(r"\bcrc=[0-9a-f]{8}", detail):
+        proofs.append("the sampler's list of the epoch")
+    if re.search(r"\bchain=[0-9a-f]{8}", detail):
+        proofs.append("a chain of what is read again up to the position")
+    if proofs:
+        return Promise("same data", "proved at each resume", f"compared with the state: {'; '.join(proofs)}")
+    return Promise("same data", "believed", "the state holds nothing that tells other data")
+
+
+def _of(examination: Examination, name: str, trials: Sequence[Verdict], laws: Sequence[Verdict]) -> Promise:
+    holds, reason = examination.capability(name)
+    if holds is None:
+        return Promise(name, "not declared", reason)
+    if not holds:
+        return Promise(name, "no", reason)
+    of = [each.name for each in (*TRIALS, *LAWS.values()) if name in each.of]
+    known = [each for each in (*trials, *laws) if each.law in of]
+    broken = [each for each in known if each.status == "failed"]
+    if broken:
+        return Promise(name, "not kept", f"{broken[0].law}: {broken[0].reason}")
+    ranks, workers = len(examination.worlds) > 1, bool(examination.most_workers)
+    askable = {"elastic_workers": workers, "elastic_world": ranks, "rank_independent": ranks}.get(name, True)
+    tried = [each for each in known if askable and each.status == "holds"]
+    if tried:
+        return Promise(name, "tried", f"by {', '.join(each.law for each in tried)}; {reason}")
+    return Promise(name, "believed", reason)

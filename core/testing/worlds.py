@@ -7,9 +7,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .examine import Examination, Place
-from .law import law
 from .record import Failure, Pass, Recording, Settings, length_of, open_loader
-from .report import HOLDS, Outcome, combined, names_all
+from .report import HOLDS, Outcome, combined, law, names_all
 
 __all__ = [
     "UNNAMED_VALUES", "check_content", "check_cover", "contents_of", "count", "largest_batch", "no_world", "partition",

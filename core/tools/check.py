@@ -20,9 +20,8 @@ from ..testing.pictures import take_pictures
 from ..testing.record import Settings, experiment
 from ..testing.report import LawError, Report, Verdict
 from ..testing.sides import Comparison, answer_all
-from ..testing.standing import stand
 from ..testing.subjects import Nature, Subject, possible_variations, recognise
-from ..testing.trials import TRIALS, try_promises
+from ..testing.trials import TRIALS, stand, try_promises
 from . import shown
 from .targets import TargetError
 
@@ -71,7 +70,7 @@ def examine(
         if nature.refusal and nature.side == "bare":
             report = Report((_refused(nature),))
             begin("how it is resumed today")
-            comparison = Comparison.of({heading: answer_all(each) for heading, each in sides.items()})
+            comparison: Comparison = {heading: answer_all(each) for heading, each in sides.items()}
             diagnosis = Diagnosis(f"midepoch.wrap refuses it: {nature.refusal}", "bad")
         else:
             report, comparison = _examine(sides, names, tries, trials, seconds, begin)
@@ -193,7 +192,7 @@ def _examine(
     begin("cut, and continued")
     answers = {heading: answer_all(each) for heading, each in sides.items()}
     # The table reads from the left to the right: today, and with midepoch.
-    comparison = Comparison.of(dict(sorted(answers.items(), key=lambda side: side[0].startswith("with midepoch"))))
+    comparison = dict(sorted(answers.items(), key=lambda side: side[0].startswith("with midepoch")))
     if failed is not None:
         return Report((failed,)), comparison
     tried: list[Verdict] = []

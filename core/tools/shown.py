@@ -22,7 +22,7 @@ from ..testing import items
 from ..testing.diagnosis import UNINTERRUPTED, Diagnosis
 from ..testing.pictures import Picture
 from ..testing.report import Promise, Report, Verdict, legend
-from ..testing.sides import Comparison
+from ..testing.sides import Answer, Comparison
 from ..testing.worlds import some
 from .inspection import Contents, FoundState
 
@@ -90,16 +90,19 @@ def finding(target: str, kind: str, diagnosis: Diagnosis, comparison: Comparison
         for label, text in diagnosis.facts:
             facts.add_row(label, as_text(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."))
         yield facts
-    if diagnosis.together:
-        yield as_text(f"{diagnosis.together}. Mend this first, then check again.")
+    if counted := diagnosis.counted:
+        yield as_text(f"{len(counted)} more fail with it: {', '.join(counted)}. Mend this first, then check again.")
     for error in diagnosis.others:
         where = f" at {error.place}" if error.place else ""
         told = f"Also: the law '{error.law}' is broken{where}: {error.got.splitlines()[0]}; {error.cure}"
         yield as_text(told[: 2 * _SHOWN])
-    table = _table(("", *comparison.headings), ())
-    for question, answers in comparison.rows:
-        table.add_row(question, *(as_text(each.text, _TONES[each.tone]) for each in answers))
-    yield table
+    untold = Answer("-", "other")  # what one side only answers is open on the others
+    questions = dict.fromkeys(question for answers in comparison.values() for question in answers)
+    rows: list[list[str | Text]] = []
+    for each in questions:
+        answers = [answers.get(each, untold) for answers in comparison.values()]
+        rows.append([each, *(as_text(answer.text, _TONES[answer.tone]) for answer in answers)])
+    yield _table(("", *comparison), rows)
 
 
 def grounds(report: Report, verbose: bool) -> Iterator[Part]:

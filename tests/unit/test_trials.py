@@ -24,8 +24,7 @@ from midepoch.testing.diagnosis import diagnose
 from midepoch.testing.examine import Examination
 from midepoch.testing.record import Settings
 from midepoch.testing.report import Report, Verdict
-from midepoch.testing.standing import stand
-from midepoch.testing.trials import TRIALS, try_promises
+from midepoch.testing.trials import TRIALS, stand, try_promises
 from midepoch.trying import LARGEST_COPY, copy_of
 from support import said, sources
 

@@ -455,7 +455,7 @@ def test_the_suite_fails_and_skips_as_the_laws_do() -> None:
         Short().test_partition()
     with pytest.raises(AssertionError, match="remove it from not_applicable"):
         Short().test_determinism()
-    with pytest.raises(TypeError, match="must set make_loader"):
+    with pytest.raises(TypeError, match="make_loader must be a function"):
         Forgotten().test_tail()
 
 
