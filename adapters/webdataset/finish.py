@@ -49,8 +49,7 @@ class Finish:
             values = run_stages(self._batch_stages, run_stages(self._sample_stages, answer.values))
         else:
             values = self._under_streams(answer, streams)
-            if streams.made_late():  # the stages may have changed their input
-                streams.warn_of_late()
+            streams.warn_if_late()  # the stages may have changed their input
         if not values and world.world_size > 1:
             raise SourceError(
                 f"a stage after the DataLoader dropped a whole batch on rank {world.rank} of {world.world_size}, and "

@@ -354,13 +354,12 @@ class StreamedReader:
         if not survivors:
             return StreamBatch(Answer([], []), stream.cursor, True, stream.began)
         answer = self._batched(survivors, keys)
-        if self._random_streams is not None and self._random_streams.made_late():
-            if self._refill:  # how far it reads may depend on what was drawn
-                self._random_streams.warn_of_late()
-            else:
-                survivors, keys = [], []
-                self._run(read, survivors, keys)
-                answer = self._batched(survivors, keys)
+        if self._random_streams is not None and self._refill:  # how far it reads may depend on what was drawn
+            self._random_streams.warn_if_late()
+        elif self._random_streams is not None and self._random_streams.made_late():
+            survivors, keys = [], []
+            self._run(read, survivors, keys)
+            answer = self._batched(survivors, keys)
         return StreamBatch(answer, stream.cursor, False, stream.began)
 
     def _run(self, raws: list[tuple[int, dict[str, Any]]], survivors: list[Any], keys: list[int]) -> None:

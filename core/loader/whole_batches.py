@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import SourceError, StateError, warn
+from ..errors import SourceError, StateError
 from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Streams
 from ..trying import CallTrial
@@ -124,12 +124,8 @@ class WholeBatches(Session):
                 raise SourceError("then= raised StopIteration: return a result, or raise another error") from error
             raise
         self._made = made + 1
-        if streams is not None and streams.first and streams.made_late():
-            warn(
-                "then= made a random generator, or first drew on a device: its numbers for this batch will differ "
-                "after a resume. Make generators, and use the device, before the loader is iterated, or use "
-                "midepoch.sample_generator()"
-            )
+        if streams is not None and streams.first:
+            streams.warn_if_late()
         if trial is not None:
             then.tries = False
             self._adapter.note(replace(trial.finding(key).of_calls("then=", "the same batch"), order=False))

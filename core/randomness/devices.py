@@ -27,45 +27,31 @@ class DeviceGenerators:
 
     Attributes:
         held: those that were taken over.
-        late: one had been used, at the last look, that did not exist when they were taken over.
+        late: when they were last restored, one had been used that did not exist when they were taken over.
     """
 
     def __init__(self, find: Callable[[], Sequence[Any]] = _generators_of_cuda) -> None:
         self.find = find
         self.held: Sequence[Any] = ()
         self._saved: list[tuple[int, int]] = []
-        self._at: list[tuple[int, int]] = []
         self.late = False
 
-    def take_over(self, key: int) -> None:
-        """Save the states of those that exist, and seed them with the key at rest."""
+    def take_over(self) -> None:
+        """Save the states of those that exist."""
         self.held = self.find()
-        if self.held:
-            self._saved = [_state(each) for each in self.held]
-            self.seed(key)
+        self._saved = [(each.initial_seed(), each.get_offset()) for each in self.held]
 
     def seed(self, key: int) -> None:
         """Seed those that were taken over. All have the same stream, so a rank may continue on another device."""
-        if self.held:
-            for each in self.held:
-                each.manual_seed(key)
-            self._at = [_state(each) for each in self.held]
+        for each in self.held:
+            each.manual_seed(key)
 
-    def used(self) -> bool:
-        """Whether one was used since it was seeded, or one that was not taken over."""
-        self.late = any(each.get_offset() for each in self.find()[len(self.held) :])
-        return self.late or [_state(each) for each in self.held] != self._at
-
-    def restore(self) -> bool:
-        """Restore the states. Generators that did not exist before are left as they were made. Returns `used`."""
-        used = self.used()
+    def restore(self) -> None:
+        """Restore the states. Generators that did not exist before are left as they were made."""
         for each, (seed, offset) in zip(self.held, self._saved, strict=False):
             each.manual_seed(seed)
             each.set_offset(offset)
-        for each in self.find()[len(self.held) :]:
+        new = self.find()[len(self.held) :]
+        self.late = any(each.get_offset() for each in new)
+        for each in new:
             each.set_offset(0)
-        return used
-
-
-def _state(generator: Any) -> tuple[int, int]:
-    return generator.initial_seed(), generator.get_offset()

@@ -52,8 +52,8 @@ Read: TypeAlias = Callable[[Start | None], Any]
 """Reads a batch: calls its argument with each sample's key, if there is one."""
 
 _NONE: frozenset[str] = frozenset()
-_ALL = frozenset((*NAMES, "devices", "sample"))
-"""The global generators; those of devices together; and that of `sample_generator`."""
+_ALL = frozenset((*NAMES, "sample"))
+"""The global generators, and that of `sample_generator`."""
 
 
 class _Current(threading.local):
@@ -144,7 +144,7 @@ class Streams:
     Args:
         roots: objects to search for their own generators (a dataset, a collate_fn): at each `begin_pass`, and once more
             after the first batch of the pass. Those found are always seeded.
-        devices: the code may draw from the global generators of devices, too.
+        devices: the code may draw from the global generators of devices, too. It can be read only once.
     """
 
     def __init__(self, *roots: object, devices: bool = False) -> None:
@@ -163,7 +163,7 @@ class Streams:
         self._saved: Sequence[Any] | None = None  # the states of the source's own; None between batches
         self._outer: Streams | None = None
         self._turn: Any = None  # while this thread has it
-        self._late: list[str] = []  # the paths of generators that the first batch has made
+        self._late: list[OwnedGenerator] = []  # that the first batch has made
         self._began = False  # a pass
         self.first = False  # no batch of this pass has been read; what generators the next one makes is looked for
         self.seeds = _NONE  # the generators that are seeded in this batch
@@ -195,11 +195,11 @@ class Streams:
         if not self.first:
             return False
         self.first = False
-        before, late = self._owned or [], []
-        if found := self._search(*more):
+        before, late = self._owned or [], self._search(*more)
+        if late:
             known = {id(each.generator) for each in before}
-            late = [each for each in found if id(each.generator) not in known]
-            self._late = [each.path for each in late]
+            late = [each for each in late if id(each.generator) not in known]
+        self._late = late
         self._owned = [*before, *late]  # known ones keep their path for this pass, even if samples have moved them
         return bool(late) or (self._devices is not None and self._devices.late)
 
@@ -222,13 +222,16 @@ class Streams:
                 "midepoch.sample_generator()"
             )
 
-    def warn_of_late(self) -> None:
-        """Warn if `made_late` has found something and the batch cannot be read again."""
-        warn(
-            f"code of the source has made a random generator ({', '.join(self._late)}) while the first batch was read, "
-            "and that batch cannot be read again; its random numbers may differ after a resume: make the generator in "
-            "__init__, or use midepoch.sample_generator()",
-        )
+    def warn_if_late(self, *more: object) -> None:
+        """Call this in place of `made_late` if a batch cannot be read again."""
+        if self.made_late(*more):
+            paths = ", ".join(each.path for each in self._late)
+            what = f"made a random generator ({paths})" if paths else "first drew on a device"
+            warn(
+                f"your code {what} for a batch that is read once; its numbers will differ after a resume: make "
+                "generators in __init__, use a device before the loader is iterated, or use "
+                "midepoch.sample_generator()"
+            )
 
     def _search(self, *more: object) -> list[OwnedGenerator]:
         self._start_is_known = False
@@ -286,8 +289,7 @@ class Streams:
 
     def drew(self) -> bool:
         """Whether code has drawn since the last sample was begun, in a batch that `notes`."""
-        lent, devices = self._globals, self._devices
-        return bool(lent.stamp() != lent.at or self.asked or (devices is not None and devices.used()))
+        return bool(self._globals.stamp() != self._globals.at or self.asked)
 
     # --- reading what can be read once ---
 
@@ -327,20 +329,18 @@ class Streams:
     # --- both ---
 
     def _start_noting(self, key: int) -> None:
-        lent, devices = self._globals, self._devices
+        lent = self._globals
         assert self._noted is not None
         stamp = lent.stamp()
         if stamp != lent.at or self.asked:
             self._noted |= self._used_since(stamp)
-        if devices is not None and devices.used():
-            self._noted |= {"devices"}
         self.key, self.generator, self.asked = key, None, _NONE
         for start in self._starts:
             start(key)
         lent.at = lent.stamp()
 
     def _used_since(self, stamp: Stamp) -> frozenset[str]:
-        """What was used since the stamp `at`, but for devices. `stamp`: as it is now."""
+        """What was used since the stamp `at`. `stamp`: as it is now."""
         return self.asked.union(itertools.compress(NAMES, map(operator.ne, stamp, self._globals.at)))
 
     def _enter(self, seeds: frozenset[str], notes: bool) -> Start | None:
@@ -352,12 +352,12 @@ class Streams:
         devices = self._devices
         if devices is not None and (found := devices.find()):
             self._start_is_known &= len(found) == len(devices.held)
-            devices.take_over(self._rest_key)
+            devices.take_over()
         if not (self._start_is_known and self.seeds is seeds):
             self.seeds, self._start_is_known = seeds, True
             # They refer to no Streams, which would be a cycle.
             starts = self._starts = [self._globals.seeding(seeds)] if seeds else []
-            if devices is not None and devices.held and "devices" in seeds:
+            if devices is not None and devices.held:
                 starts.append(devices.seed)
             if self._owned:
                 starts += [functools.partial(_start_owned, each) for each in self._owned]
@@ -381,8 +381,9 @@ class Streams:
         if self._saved:
             for each, state in zip(self._owned or (), self._saved, strict=False):
                 each.restore(state)
-        if devices is not None and devices.find() and devices.restore():
-            used |= {"devices"}
+        if devices is not None and devices.find():
+            devices.restore()
+            self.first |= devices.late  # `made_late` says so
         if self._turn is not None:
             self._turn.release()
             self._turn = None
@@ -393,9 +394,6 @@ class Streams:
         if not used:
             return used, used
         missed = used - seeds
-        if devices is not None and devices.late:  # they were not seeded
-            missed |= {"devices"}
-            self.first = True  # `made_late` says so
         if missed:  # else `_enter` would make anew what seeds
             self._used |= missed
         return used, missed

@@ -255,7 +255,7 @@ class _AroundSession(Session):
         self._streams: Streams | None = None
         self._start: Callable[[int], None] | None = None
         if adapter.options.streams:
-            self._streams = Streams(*around.drawing(), devices=torch.cuda.is_available())
+            self._streams = Streams(*around.drawing(), devices=True)
             self._streams.begin_pass()
 
     # --- the inner session's answers ---
@@ -331,8 +331,8 @@ class _AroundSession(Session):
                 self._start(self._key_of(self._asked))  # for what is drawn before a batch is asked for
                 return self._next()
         finally:
-            if self._streams.first and self._streams.made_late(*self._around.drawing()):
-                self._streams.warn_of_late()
+            if self._streams.first:
+                self._streams.warn_if_late(*self._around.drawing())
 
     def _next(self) -> Any:
         before = [(held, name, value, held.get(name, _ABSENT)) for held, name, value in self._places]

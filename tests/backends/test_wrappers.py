@@ -135,7 +135,7 @@ def test_one_that_does_more_later_is_an_error(kind: Any, cut: int) -> None:
 
 def test_a_generator_that_is_made_in_the_first_batch_is_told() -> None:
     around = midepoch.wrap(wild.MakingAGenerator(loader()), seed=3, inside="loader")
-    with pytest.warns(MidepochWarning, match=r"has made a random generator \(.*\) while the first batch was read"):
+    with pytest.warns(MidepochWarning, match=r"your code made a random generator \(.*\) for a batch that is read once"):
         sources.taken(around, 1)
 
 
