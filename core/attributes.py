@@ -6,20 +6,19 @@ import contextlib
 import functools
 import types
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Dataset
+from torch.utils.data import Dataset
 
-__all__ = ["PlainAttributes", "appearance", "changed", "directly_held", "plain_attributes", "set_back"]
+__all__ = ["DatasetAttributes", "appearance", "directly_held"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SIZED = (list, tuple, dict, set, frozenset, deque, bytearray)
 _DATA = (Dataset, torch.nn.Module, torch.Tensor, np.ndarray, type)
 _MOST = 1000  # attributes that are looked at
-_MOST_INSIDE = 64  # inside one another
+_MOST_INSIDE = 64  # members of a tuple
 
 
 def appearance(value: Any) -> tuple[Any, ...]:
@@ -42,19 +41,32 @@ def appearance(value: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-PlainAttributes = dict[tuple[int, str], tuple[dict[str, Any], Any]]
-"""By the `id` of the dict that has an attribute, and its name: this dict and the value."""
+class DatasetAttributes:
+    """The attributes of a dataset, and of the one inside it, if there is one, as they are when this is made.
+
+    Only numbers, texts and tuples of them count.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        own = _dict_of(dataset)
+        self._held = [(now, dict(now)) for now in (own, _dict_of(own.get("dataset")))]
+
+    def changed(self) -> list[str]:
+        """The names of those that have other values now, or are new."""
+        return sorted({name for now, before in self._held for name in _changed(now, before)})
+
+    def set_back(self) -> None:
+        """Let them be as they were."""
+        for now, before in self._held:
+            for name in _changed(now, before):
+                if name in before:
+                    now[name] = before[name]
+                else:
+                    del now[name]
 
 
-def plain_attributes(dataset: Any) -> PlainAttributes:
-    """The numbers, texts and tuples of them in the attributes of a dataset, and of those inside it."""
-    found: PlainAttributes = {}
-    for each in _with_inner(dataset):
-        holder = _dict_of(each)
-        found.update({(id(holder), name): (holder, held) for name, held in holder.items() if _is_plain(held)})
-        if len(found) > _MOST:
-            break
-    return found
+def _changed(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    return [name for name, value in now.items() if _is_plain(value) and _differ(before.get(name, now), value)]
 
 
 def _is_plain(value: Any) -> bool:
@@ -62,37 +74,8 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN or (bool(members) and all(type(each) in _PLAIN for each in members))
 
 
-def set_back(dataset: Any, look: PlainAttributes) -> None:
-    """Let these attributes be as they were when `plain_attributes` looked."""
-    for key, (holder, _) in plain_attributes(dataset).items():
-        if key not in look:
-            del holder[key[1]]
-    for (_, name), (holder, value) in look.items():
-        if holder.get(name, look) is not value:
-            holder[name] = value
-
-
-def changed(before: PlainAttributes, after: PlainAttributes) -> list[str]:
-    """The names of attributes that have other values, or are new."""
-    return sorted({key[1] for key, (_, value) in after.items() if key not in before or _differ(before[key][1], value)})
-
-
 def _differ(one: Any, other: Any) -> bool:
     return one is not other and (type(one) is not type(other) or one != other)
-
-
-def _with_inner(dataset: Any) -> Iterator[Any]:
-    """A dataset, and those that it holds as torch's Subset and ConcatDataset do."""
-    waiting, seen = deque([dataset]), 0
-    while waiting and seen < _MOST_INSIDE:
-        each = waiting.popleft()
-        seen += 1
-        yield each
-        holder = _dict_of(each)
-        if (inside := holder.get("dataset")) is not None:
-            waiting.append(inside)
-        if isinstance(each, ConcatDataset):
-            waiting.extend(each.datasets)
 
 
 def directly_held(source: Any) -> dict[str, Any]:

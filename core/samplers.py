@@ -25,7 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from .attributes import PlainAttributes, appearance, changed, plain_attributes, set_back
+from .attributes import DatasetAttributes, appearance
 from .backends import SAMPLERS_LIKE_THEIR_PARENT
 from .errors import SourceError, UnsupportedSourceError
 from .order import Endless, Order, Sequential, Shuffled
@@ -104,19 +104,23 @@ class MaterializedOrder:
         self._pure = self._trusted = _is_pure(sampler)  # torch's own end and repeat themselves; others are tested once
         self._consumed = _consumed_before(sampler)
 
-    def length(self, seed: int, epoch: int) -> int:
-        """Indices in one epoch."""
-        # The len of another sampler may be an estimate, for instance if it fills batches with tokens.
-        length = length_of(self._sampler) if self._pure else None
-        return self.epoch(seed, epoch).units if length is None else length
+    def measure(self, seed: int, epoch: int) -> None:
+        """List a copy, unless the length of an epoch is known for sure.
 
-    def stated_length(self, seed: int, epoch: int) -> int:
-        """The same, as the sampler's own len says while it has not been listed. Lists nothing if it has one."""
+        The len of another sampler than torch's may be an estimate, for instance if it fills batches with tokens.
+        """
+        if not self._pure or length_of(self._sampler) is None:
+            self.epoch(seed, epoch)
+
+    def length(self, seed: int, epoch: int) -> int:
+        """Indices in one epoch; as the sampler's own len says it, while it has not been listed."""
         listed = self.known(seed, epoch)
-        if listed is not None:
-            return listed.units
-        length = self.own_length(epoch)
-        return self.length(seed, epoch) if length is None else length
+        if listed is None:
+            stated = self.own_length(epoch)
+            if stated is not None:
+                return stated
+            listed = self.epoch(seed, epoch)
+        return listed.units
 
     def own_length(self, epoch: int) -> int | None:
         """Of an epoch, as the sampler's own len says it, listed or not; None if it has none."""
@@ -264,15 +268,13 @@ class MaterializedOrder:
 
     def _of_itself(self, seed: int, epoch: int) -> MaterializedEpoch:
         """The list of the sampler itself."""
-        before = plain_attributes(self.dataset)
-        began: PlainAttributes | None = None  # as it was asked for its iterator
+        before, began = DatasetAttributes(self.dataset), list[DatasetAttributes]()
 
         def look() -> None:
-            nonlocal began
-            seen = plain_attributes(self.dataset)
-            began = seen if began is None else began
-            if names := changed(began, seen):
-                set_back(self.dataset, before)
+            if not began:
+                began.append(DatasetAttributes(self.dataset))  # as it was asked for its iterator
+            if names := began[0].changed():
+                before.set_back()
                 raise UnsupportedSourceError(
                     f"{type(self._sampler).__name__} sets {', '.join(names[:4])} of the dataset while it gives "
                     "indices, which are listed before the first batch: set it when the sampler is asked for its "
@@ -285,11 +287,11 @@ class MaterializedOrder:
     @contextlib.contextmanager
     def _set_back(self) -> Iterator[None]:
         """Set back what is set on the dataset meanwhile, such as by a copy of the sampler, which shares the dataset."""
-        before = plain_attributes(self.dataset)
+        before = DatasetAttributes(self.dataset)
         try:
             yield
         finally:
-            set_back(self.dataset, before)
+            before.set_back()
 
     def _list(self, sampler: Any, seed: int, epoch: int, look: Callable[[], None] = lambda: None) -> MaterializedEpoch:
         """What the sampler, or a copy, gives for an epoch, under the epoch's stream.
@@ -313,34 +315,29 @@ class MaterializedOrder:
                     break
                 indices += sum(map(len, items[given:])) if isinstance(items[0], list | tuple) else len(items) - given
                 if indices > most and (len(items) > length or indices > _LONGEST) and not self._pure:
-                    raise SourceError(self._does_not_end(items, most) if len(items) > length else self._too_long(items))
+                    raise SourceError(self._too_many(items, most, len(items) <= length))
         self._indices = indices
         return MaterializedEpoch(items, error)
 
-    def _too_long(self, items: list[Any]) -> str:
-        """What to write in place of one whose len() is beyond what can be listed."""
-        batches = isinstance(items[0], list | tuple)
-        first = list(itertools.chain.from_iterable(items[:_LOOKED_AT])) if batches else items[:_LOOKED_AT]
-        return (
-            f"{type(self._sampler).__name__} gave more than {_LONGEST:,} indices, too many to list: put "
-            f"{'batch_size=, drop_last= and sampler=' if batches else ''}midepoch.ResumableSampler(len(dataset), "
-            f"shuffle={first != list(range(len(first)))}) in its place, which computes them"
-        )
-
-    def _does_not_end(self, items: list[Any], most: int) -> str:
-        """What to write in its place."""
-        if isinstance(items[0], list | tuple):
-            cure = "build it over a sampler that ends"
-        else:
-            size = self._size or 0
-            kind = "Sequential" if size and items[: 2 * size] == 2 * list(range(size)) else "Shuffled"
-            cure = (
-                "for rounds over all samples, put midepoch.ResumableSampler(len(dataset), shuffle=midepoch.order."
-                f"Endless(midepoch.order.{kind}(len(dataset)))) in its place"
+    def _too_many(self, items: list[Any], most: int, ends: bool) -> str:
+        """What to write in place of a sampler that does not end, or, if it says that it does, is too long to list."""
+        batches, size = isinstance(items[0], list | tuple), self._size or 0
+        gave = f"{type(self._sampler).__name__} gave more than {_LONGEST if ends else most:,} indices"
+        if ends:
+            first = list(itertools.chain.from_iterable(items[:_LOOKED_AT])) if batches else items[:_LOOKED_AT]
+            return (
+                f"{gave}, too many to list: put {'batch_size=, drop_last= and sampler=' * batches}midepoch."
+                f"ResumableSampler(len(dataset), shuffle={first != list(range(len(first)))}) in its place, which "
+                "computes them"
             )
+        kind = "Sequential" if size and items[: 2 * size] == 2 * list(range(size)) else "Shuffled"
+        rounds = (
+            "for rounds over all samples, put midepoch.ResumableSampler(len(dataset), shuffle=midepoch.order."
+            f"Endless(midepoch.order.{kind}(len(dataset)))) in its place"
+        )
         return (
-            f"{type(self._sampler).__name__} gave more than {most:,} indices and does not end: {cure}; otherwise wrap "
-            "a function that makes what reads it, as in midepoch.wrap(lambda: make()), which is read again up to a "
+            f"{gave} and does not end: {'build it over a sampler that ends' if batches else rounds}; otherwise wrap a "
+            "function that makes what reads it, as in midepoch.wrap(lambda: make()), which is read again up to a "
             "resume's position. If it ends, let its len() say where"
         )
 

@@ -169,7 +169,7 @@ class MapDataLoaderAdapter(Adapter):
         order = self._order
         if why == "measured":
             if isinstance(order, MaterializedOrder):
-                order.length(self._listed_under(seed), place.epoch)
+                order.measure(self._listed_under(seed), place.epoch)
             return
         if self.source.collate_fn is not self._collate:
             self._server.close()  # workers that are kept have the other one
@@ -188,7 +188,7 @@ class MapDataLoaderAdapter(Adapter):
         if isinstance(order, Endless):
             return None
         if isinstance(order, MaterializedOrder):
-            size = order.stated_length(self._listed_under(seed), epoch)
+            size = order.length(self._listed_under(seed), epoch)
         else:
             size = order.size
         return size * world.world_size if self._own else size

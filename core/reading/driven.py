@@ -66,7 +66,7 @@ class SamplerDriven:
     def lengths(self, seed: int, epoch: int) -> list[int]:
         """The number of draws from each sampler in one epoch."""
         return [
-            order.stated_length(seed, epoch) if isinstance(order, MaterializedOrder) else order.size
+            order.length(seed, epoch) if isinstance(order, MaterializedOrder) else order.size
             for order in self.orders.values()
         ]
 

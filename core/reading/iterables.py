@@ -25,7 +25,7 @@ from .collating import as_it_is, keeps_nothing
 from .driven import DrivenReader, SamplerDriven, driven_requests
 from .exposed import exposed_samplers
 from .indexed import unchanged
-from .replay import OwnStreamsSession, Replayed, ReplayReader, ReplayRequest, SharedStreamSession
+from .replay import PrefixDigest, Replayed, ReplayReader, ReplayRequest, ReplaySession
 from .sessions import IteratorSession
 from .workers import Server
 
@@ -324,10 +324,12 @@ class IterableAdapter(Adapter):
         answers, close = self._serve(self._replayer, self._replay_requests(run, expected), run)
         prefix = f"workers={self._workers};chain="
         if not self._own_streams:
-            return SharedStreamSession(answers, close, self._learn, prefix)
+            return ReplaySession(answers, close, self._learn, prefix)
         readers, world_size = max(self._workers, 1), run.world.world_size
-        consumed = run.position // world_size
-        return OwnStreamsSession(answers, close, self._learn, prefix, readers, consumed, expected, world_size == 1)
+        consumed, chain = run.position // world_size, PrefixDigest()
+        return ReplaySession(
+            answers, close, self._learn, prefix, readers, consumed, expected, chain, saves=world_size == 1
+        )
 
     def _learn(self, answer: Replayed) -> None:
         """Take over what a reader has found out about the source by a session's first batch."""
