@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-
-from tqdm import tqdm
 
 from ..testing.diagnosis import UNINTERRUPTED, Diagnosis, diagnose
 from ..testing.examine import Examination
@@ -29,7 +28,6 @@ __all__ = ["examine"]
 
 _HEADINGS = {"bare": "without midepoch", "wrapped": "with midepoch.wrap(..., seed=0)", "given": "as it is"}
 _OF_OURS = "with midepoch"  # the heading of what is wrapped already
-_BETWEEN_LINES = 10.0  # seconds between two lines of progress where there is no terminal
 
 
 def examine(
@@ -63,12 +61,16 @@ def examine(
     tries = [each.name for each in TRIALS] if trials > 0 and "honesty" in names else []
     if laws is not None:
         judge(Examination(settings), laws)  # names an unknown law
-    with _draft(page) as draft, _progress(4 + len(tries) + len(names) + (page is not None)) as begin:
+    if page is not None and (page.is_dir() or not os.access(page.parent, os.W_OK)):
+        raise TargetError(f"{page} cannot be written: name a file for the page in a folder that can be")
+    with _progress(4 + len(tries) + len(names) + (page is not None)) as begin:
         begin("what it is")
         nature = _recognise(settings, target)
         sides = _sides(_fitted(settings, nature, tail_is_stated), nature)
         if nature.refusal and nature.side == "bare":
-            report = Report((_refused(nature),))
+            wanted = "a source that can be wrapped", nature.refusal, "of what kind it is", "see above"
+            error = LawError(UNINTERRUPTED, None, None, *wanted)
+            report = Report((Verdict(UNINTERRUPTED, "failed", nature.refusal, error, 0.0),))
             begin("how it is resumed today")
             comparison: Comparison = {heading: answer_all(each) for heading, each in sides.items()}
             diagnosis = Diagnosis(f"midepoch.wrap refuses it: {nature.refusal}", "bad")
@@ -77,13 +79,12 @@ def examine(
             begin("which cause")
             diagnosis = diagnose(next(iter(sides.values())), report)
         found = list(shown.finding(target, nature.kind, diagnosis, comparison))
-        if draft is not None and page is not None:
+        if page is not None:
             begin("pictures of each cut")
             # Of the other side, one picture is enough to see what is lost.
             pictures = {name: take_pictures(each, few=number > 0) for number, (name, each) in enumerate(sides.items())}
             text = shown.make_page(found, pictures, shown.grounds(report, verbose=True))
-            draft.write_text(text, encoding="utf-8", errors="backslashreplace")
-            draft.replace(page)
+            page.write_text(text, encoding="utf-8", errors="backslashreplace")
     shown.show([*found, *shown.grounds(report, verbose)])
     if page is not None:
         shown.show([shown.as_text(f"The laws, and which samples each rank received around each cut: {page}")])
@@ -92,54 +93,18 @@ def examine(
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A function that names what is tried now; what was tried before is done.
-
-    It is shown on stderr: as a progress bar on a terminal, as a line every ten seconds elsewhere.
-    """
-    bar = tqdm(total=total, disable=None, leave=False, bar_format="{desc:<24} {bar} {n_fmt}/{total_fmt}")
-    stages: list[str] = []
-    over, stderr, begun = threading.Event(), sys.stderr, time.monotonic()
-
-    def write_lines() -> None:
-        told = False
-        while not told:
-            seconds = time.monotonic() - begun
-            print(f"{seconds:4.0f} s: {stages[-1]} ({len(stages)} of {total})", file=stderr, flush=True)
-            told = over.wait(_BETWEEN_LINES)
-
-    # A thread, since one stage can take longer than ten seconds: a log shows at any time what is being tried.
-    lines = threading.Thread(target=write_lines, daemon=True)
+    """A function that says on stderr what is tried now: each in a line, on a terminal in one that is wiped out."""
+    begun, numbers, terminal = time.monotonic(), itertools.count(1), sys.stderr.isatty()
 
     def begin(name: str) -> None:
-        bar.update(min(len(stages), 1))
-        stages.append(name)
-        bar.set_description_str(name)
-        if bar.disable and len(stages) == 1:
-            lines.start()
+        told = f"{time.monotonic() - begun:4.0f} s: {name} ({next(numbers)} of {total})"
+        print(f"{told:<50}" if terminal else told, end="\r" if terminal else "\n", file=sys.stderr, flush=True)
 
     try:
         yield begin
     finally:
-        bar.close()
-        over.set()
-        if lines.is_alive():
-            lines.join()
-
-
-@contextlib.contextmanager
-def _draft(page: Path | None) -> Iterator[Path | None]:
-    """A temporary file beside the page, which shows before the long examination that the page can be written."""
-    if page is None:
-        yield None
-        return
-    if page.is_dir():
-        raise TargetError(f"{page} is a folder: name a file for the page, such as {page / 'report.html'}")
-    draft = page.with_name(f".{page.name}.draft")
-    draft.touch()
-    try:
-        yield draft
-    finally:
-        draft.unlink(missing_ok=True)
+        if terminal:
+            print(" " * 50, end="\r", file=sys.stderr, flush=True)
 
 
 def _recognise(settings: Settings, target: str) -> Nature:
@@ -232,6 +197,3 @@ def _run_through(examination: Examination, seconds: float) -> Verdict | None:
     return None
 
 
-def _refused(nature: Nature) -> Verdict:
-    wanted = "a source that can be wrapped", nature.refusal, "of what kind it is", "see above"
-    return Verdict(UNINTERRUPTED, "failed", nature.refusal, LawError(UNINTERRUPTED, None, None, *wanted), 0.0)

@@ -105,7 +105,7 @@ def check(
     Exit status: 0 if it continues exactly, and all laws that were reached and apply hold; 1 if not, or if an
     uninterrupted epoch fails; 2 if the loader could not be examined. CI wants --seconds 0, so that all are reached.
     """
-    require("cli", "rich", "tqdm")
+    require("cli", "rich")
     from ..testing.record import Settings
     from .check import examine
     from .shown import printable
@@ -154,7 +154,7 @@ def inspect(
 
     Exit status: 0; 1 if a state or the file is damaged; 2 if it could not be read or written.
     """
-    require("cli", "rich", "tqdm")
+    require("cli", "rich")
     from ..errors import MidepochError
     from . import inspection, shown
 
@@ -201,7 +201,7 @@ def trace(
 
     Exit status: 0; 1 if the ledger is damaged (what is sound is shown); 2 if it does not say, or cannot be read.
     """
-    require("cli", "rich", "tqdm")
+    require("cli", "rich")
     import json
 
     from ..errors import MidepochError

@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import stat
-import time
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -72,7 +71,7 @@ def look(path: str | os.PathLike[str]) -> Contents:
     path = Path(path)
     if path.is_dir():
         return _look_into_folder(path)
-    content, saved = content_of(path), _time_of(path)
+    content, saved = content_of(path), path.stat().st_mtime
     states = tuple(find_states(path, content))
     if not is_archive(path):
         return Contents(path, "JSON", saved, states)
@@ -169,13 +168,6 @@ def _damage(path: Path) -> tuple[str, ...]:
     return (problem,) if problem else ()
 
 
-def _time_of(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return time.time()
-
-
 def _look_into_folder(path: Path) -> Contents:
     """Read checkpoints of trainers that write several files."""
     if (path / ".metadata").exists():
@@ -201,7 +193,7 @@ def _look_into_folder(path: Path) -> Contents:
         raise passed_over[0]
     if not read and not problems:
         raise SnapshotError(f"{path} has no file that ends in {', '.join(_SUFFIXES)}: name a checkpoint")
-    saved = max([_time_of(entry.file) for entry in states], default=_time_of(path))
+    saved = max([entry.file.stat().st_mtime for entry in states], default=path.stat().st_mtime)
     return Contents(path, "folder", saved, tuple(states), {"files": read}, tuple(problems))
 
 

@@ -21,7 +21,7 @@ from rich.text import Text
 from ..testing import items
 from ..testing.diagnosis import UNINTERRUPTED, Diagnosis
 from ..testing.pictures import Picture
-from ..testing.report import Promise, Report, Verdict, legend
+from ..testing.report import Report, legend
 from ..testing.sides import Answer, Comparison
 from ..testing.worlds import some
 from .inspection import Contents, FoundState
@@ -108,7 +108,9 @@ def finding(target: str, kind: str, diagnosis: Diagnosis, comparison: Comparison
 def grounds(report: Report, verbose: bool) -> Iterator[Part]:
     """What the finding rests on: in a few lines, or each promise, trial and law with its reason, and tracebacks."""
     verdicts = [*report.trials, *report.verdicts]
-    by_status = _grouped((_status(each), each.law) for each in verdicts)
+    by_status = _grouped(
+        ("not reached" if each.reason.startswith(NOT_REACHED) else each.status, each.law) for each in verdicts
+    )
     if UNINTERRUPTED not in by_status.get("failed", ()):
         counts = []
         for status in (each for each in _WORDS if each in by_status):
@@ -124,27 +126,21 @@ def grounds(report: Report, verbose: bool) -> Iterator[Part]:
         yield as_text("--verbose shows each law with its reason, and tracebacks; --report FILE.html draws them.")
         return
     if report.promises:
-        yield _table(("promise", "rests on", ""), map(_promise_row, report.promises), fixed=2)
-    yield _table(("law or trial", "verdict", "epoch", "batch", "", "seconds"), map(_verdict_row, verdicts), fixed=2)
+        promises = [(each.name, _coloured(each.standing), each.reason) for each in report.promises]
+        yield _table(("promise", "rests on", ""), promises, fixed=2)
+    rows = [
+        (each.law, _coloured(each.status), each.error.place if each.error else "", each.reason, f"{each.seconds:.2f}")
+        for each in verdicts
+    ]
+    yield _table(("law or trial", "verdict", "where", "", "seconds"), rows, fixed=2)
     if meaning := legend(verdicts):
         yield as_text(meaning)
     for error in report.failures:
         yield as_text(str(error))
 
 
-def _promise_row(promise: Promise) -> tuple[str | Text, ...]:
-    return promise.name, Text(promise.standing, _COLOURS.get(promise.standing, "")), promise.reason
-
-
-def _verdict_row(verdict: Verdict) -> tuple[str | Text, ...]:
-    place = (None, None) if verdict.error is None else (verdict.error.epoch, verdict.error.batch)
-    where = ("" if number is None else str(number) for number in place)
-    status = Text(verdict.status, _COLOURS.get(verdict.status, ""))
-    return verdict.law, status, *where, verdict.reason, f"{verdict.seconds:.2f}"
-
-
-def _status(verdict: Verdict) -> str:
-    return "not reached" if verdict.reason.startswith(NOT_REACHED) else verdict.status
+def _coloured(word: str) -> Text:
+    return Text(word, _COLOURS.get(word, ""))
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
@@ -168,13 +164,7 @@ _MOST_COLUMNS = 110
 def make_page(
     found: Iterable[Part], pictures: Mapping[str, Iterable[Sequence[Picture]]], rests_on: Iterable[Part]
 ) -> str:
-    """The finding, what it rests on, and which samples each rank received, as one HTML file without script or link.
-
-    Args:
-        found: by `finding`.
-        pictures: heading of a side -> the result of `take_pictures`.
-        rests_on: by `grounds`.
-    """
+    """One HTML file without script or link, of `finding`, of the `take_pictures` of each side, and of `grounds`."""
     console = Console(record=True, file=io.StringIO(), width=_WIDTH, highlight=False)
     show(found, console)
     show([as_text("Which samples each rank received", "bold"), as_text(_COLUMNS)], console)
@@ -267,22 +257,17 @@ def _state_table(entry: FoundState, path: Path) -> Table:
         "position": told,
         "saved on": f"{_short(state.get('world_size'))} ranks, batch size {_short(state.get('batch_size'))} each",
         "seed": _short(state.get("seed")),
-        **{f"  {name}": value for name, value in _fingerprint(state.get("fingerprint")).items()},
     }
+    try:
+        rows |= {f"  {str(name)[:40]}": _short(value) for name, value in json.loads(state["fingerprint"]).items()}
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        rows["  fingerprint"] = _short(state.get("fingerprint"))
     if detail := state.get("detail"):
         rows["detail"] = f"{len(str(detail)):,} characters of the backend's own"
     for name, value in rows.items():
         table.add_row(as_text(name), as_text(value))
     table.add_row("checksum", as_text(entry.problem, "bold red") if entry.problem else Text("holds", "green"))
     return table
-
-
-def _fingerprint(text: Any) -> dict[str, str]:
-    try:
-        parsed = json.loads(text)
-        return {str(name)[:40]: _short(value) for name, value in parsed.items()}
-    except (TypeError, ValueError, AttributeError, RecursionError):
-        return {"fingerprint": _short(text)}
 
 
 def _short(value: Any) -> str:
@@ -306,12 +291,13 @@ def as_json(contents: Contents) -> str:
     """The same as JSON, for programs."""
     states = []
     for entry in contents.states:
-        state = {str(name): _plain(value) for name, value in entry.state.items()}
+        state = {
+            str(name): value if value is None or isinstance(value, str | bool | int | float) else repr(value)[:200]
+            for name, value in entry.state.items()
+        }
         keys = list(entry.keys)
         states.append({"file": str(entry.file), "keys": keys, "problem": entry.problem, "state": state})
     told = {"path": str(contents.path), "kind": contents.kind, "saved": contents.saved, **contents.facts}
     return json.dumps({**told, "problems": list(contents.problems), "states": states}, indent=1)
 
 
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, str | bool | int | float) else repr(value)[:200]

@@ -63,6 +63,10 @@ number = 3
 loader = DataLoader(TensorDataset(torch.arange(24)), batch_size=4, shuffle=True)
 
 
+def in_steps() -> Any:
+    return midepoch.wrap(loader, seed=0, global_batch=8)
+
+
 dropping = DataLoader(TensorDataset(torch.arange(22)), batch_size=4, shuffle=True, drop_last=True)
 
 

@@ -68,7 +68,7 @@ def test_a_broken_loader_leads_with_the_cause(checked: dict[str, tuple[Done, Pat
     assert re.search(r"first seen +epoch 0, batch 1", done.stdout)
     assert re.search(r"\d+ more fail with it: tail, boundary, round trip, chain", done.stdout)
     assert re.search(r"rest of an epoch that was cut +4 of 24 samples lost, 0 twice", done.stdout)
-    assert re.search(r"tail +failed +0 ", done.stdout), "with --verbose"
+    assert re.search(r"tail +failed +epoch 0, batch \d", done.stdout), "with --verbose"
     for word in ("expected:", "got:", "usually:", "cure:", "not applicable: it could not be tried"):
         assert word in done.stdout
 
@@ -133,15 +133,11 @@ def test_what_is_found_fits_on_a_screen(command: str) -> None:
     assert len(done.stdout.splitlines()) <= 25 and "Traceback" not in done.stdout
 
 
-def test_without_a_terminal_there_is_a_line_every_ten_seconds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_terminal_each_stage_is_a_line() -> None:
     """On stderr, so that stdout has the report alone."""
-    assert checking._BETWEEN_LINES == 10
-    monkeypatch.setattr(checking, "_BETWEEN_LINES", 0.05)
     done = check("check_sources:alone", "--quick", "--epochs=1", "--laws=tail")
     first, *others = done.stderr.splitlines()
-    assert first == "   0 s: what it is (1 of 5)" and len(others) > 2, done.stderr
+    assert first == "   0 s: what it is (1 of 5)" and len(others) == 4, done.stderr
     assert all(re.fullmatch(r" +\d+ s: [a-z, ]+ \(\d of 5\)", line) for line in others), done.stderr
     assert " of 5)" not in done.stdout
 
@@ -156,6 +152,7 @@ def test_a_plain_dataloader_is_examined_bare_and_wrapped() -> None:
         assert re.search(question + r" +\d+ of 24 samples lost, \d+ twice +exact", done.stdout), done.stdout
     assert re.search(r"the epoch after it +the same samples in another order +exact", done.stdout)
     assert re.search(r"its state +a number of batches, which are read again +\d+ bytes, nothing", done.stdout)
+    assert "\n" not in done.stderr and done.stderr.endswith(" \r"), "in one line, which is wiped out"
     for tried in ("an uninterrupted run", "cut, and continued", "tail", "which cause"):
         assert tried in done.stderr
 
@@ -295,11 +292,12 @@ def test_the_page_says_what_was_found(checked: dict[str, tuple[Done, Path]]) -> 
         (["check_sources:alone", "--tail=wag"], "tail must be 'pad', 'drop' or 'uneven'"),
         (["check_sources:alone", "--epochs=0"], "epochs must be at least 1"),
         (["check_sources:alone", "--world-sizes=two"], "numbers separated by commas"),
-        (["check_sources:alone", "--laws=round trip", "--report=/nowhere/page.html"], "No such file or directory"),
+        (["check_sources:alone", "--laws=round trip", "--report=/nowhere/page.html"], "cannot be written: name a file"),
         (["check_sources:empty"], "without a single batch"),
         (["check_sources:raises"], "builds no loader: fix it.*RuntimeError: no data here"),
+        (["check_sources:in_steps"], "builds no loader: fix it.*examine it without global_batch="),
         (["check_sources:needs"], "builds no loader: fix it, or give its parameters defaults.*path"),
-        (["check_sources:alone", "--report=/tmp"], "/tmp is a folder: name a file for the page"),
+        (["check_sources:alone", "--report=/tmp"], "/tmp cannot be written: name a file for the page"),
         (["check_sources:alone", "--cuts=0"], "cuts must be integers of at least 1"),
         (["check_sources:alone", "--identify=check_sources:who"], "has no function 'who'"),
     ],
