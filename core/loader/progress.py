@@ -45,6 +45,10 @@ __all__ = ["Pass", "Phase", "Progress"]
 _logger = logging.getLogger("midepoch")
 
 
+def _none() -> None:
+    """The latest pass, where there is none."""
+
+
 class Phase(enum.Enum):
     """The life of a pass. A running one that is not the loader's latest has been replaced: its `next()` is an error."""
 
@@ -56,11 +60,10 @@ class Phase(enum.Enum):
 class Pass:
     """One pass over a loader. Several may exist; the one that was started last is the loader's.
 
-    The loader holds no reference to the pass, so a ``break`` leaves no cycle. Inside a cycle, the garbage collector may
-    wait for worker processes before anything has told them to end.
+    The loader holds no reference to the pass, so a ``break`` leaves no cycle, in which the garbage collector might wait
+    for worker processes that nothing has told to end.
 
     Attributes:
-        phase: what its `next()` returns.
         reading: the open session, if the next batch can be taken from it without a check.
         made_in: the body in which its iterator was made.
         interval: for the record of a body.
@@ -107,20 +110,15 @@ class Pass:
         return batch
 
 
-def _none() -> None:
-    """Stands for a reference to a pass where there is none."""
-
-
 class Progress:
     """The progress of one loader.
 
     Attributes:
-        context, states: what sessions are opened with; what states say.
         place: where the next batch is; while a session is open, where its first batch was.
         reading: the open session; None while none is open, and after an epoch's last batch.
         spent: the session of a pass that was given its epoch's last batch, and has not been told that it has ended.
-        latest: a reference to the latest pass, until that has been told that it has ended.
-        waiting: a reference to the latest pass whose iterator was made outside of a body.
+        latest: a reference to the latest pass, until that has been told that it has ended; `_none` if there is none.
+        waiting: likewise, to the latest pass whose iterator was made outside of a body.
         new_epoch: a new pass begins a new epoch, because batches of this one were handed out. After a load or a seek it
             continues at the place.
         loaded: the loaded state, until another place is sought or its epoch is given up.
@@ -152,7 +150,7 @@ class Progress:
         self.body: Body | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # For trainers that start processes: everything except the open session.
+        # For trainers that start processes.
         shared = ("context", "states", "origin", "loaded", "committed", "new_epoch")
         return {"place": self.here(), **{name: getattr(self, name) for name in shared}}
 
@@ -191,8 +189,7 @@ class Progress:
     @property
     def _is_resharded(self) -> bool:
         """Whether the latest pass ends with its epoch, also where another world leaves it nothing more."""
-        latest = self.latest()
-        return latest is not None and latest.resharded
+        return getattr(self.latest(), "resharded", False)
 
     @property
     def has_session(self) -> bool:
@@ -451,10 +448,8 @@ class Progress:
 
     def begin_again(self, error: type[BaseException], words: str) -> None:
         """What the training loop had is gone: refuse batches until a state is loaded or a place is sought."""
-        self.suspend()
-        self.failed.clear()
-        self.place, self.new_epoch = self.place._replace(detail=Unknown(words, error)), False
-        self.loaded = self.origin = self.body = self.context.last = None
+        self.put(Place(self.epoch, self.position, Unknown(words, error)))
+        self.origin = self.body = self.context.last = None
 
     def end_epoch(self) -> None:
         """Give up the rest of this epoch."""
@@ -665,13 +660,12 @@ class Progress:
         """A pass asks for its first batch."""
         body = self.body
         if body is not None:
-            name = self._name
-            if body.next_is_empty(name):
-                body.pass_empty(name)
-                self._log_empty("it had ended before the body was begun again")
+            if body.next_is_empty(self._name):
+                body.pass_empty(self._name)
+                self._log_empty()
                 this.phase = Phase.ENDED
                 return
-            body.before_begin(name)
+            body.before_begin(self._name)
         if self.spent is not None:
             self.finish()
         if self.new_epoch and (self.has_begun or self.is_at_end):
@@ -785,10 +779,10 @@ class Progress:
         self.new_epoch = True
         self.end_pass()
 
-    def _log_empty(self, why: str = "") -> None:
+    def _log_empty(self) -> None:
         if self.context.world().rank == 0:
-            name, why = self.context.adapter.name, why or f"all batches of epoch {self.epoch} are done"
-            _logger.warning("a pass over a loader (%s) is empty: %s", name, why)
+            name = self.context.adapter.name
+            _logger.warning("a pass over a loader (%s) is empty: its batches were handed out before", name)
 
     def source_failed(self, reading: Reading, error: BaseException, bookmark: Any) -> None:
         """Handle an error that will be raised: the loader stays after the last good batch."""

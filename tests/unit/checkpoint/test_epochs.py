@@ -85,7 +85,7 @@ def test_an_empty_pass_says_what_goes_on(caplog: pytest.LogCaptureFixture) -> No
             assert (loader.batches_done, loader.batches_left) == ((6, 0) if epoch == 0 else (0, 6))
             list(loader)
     assert [record.message for record in caplog.records] == [
-        "a pass over a loader (dataloader) is empty: all batches of epoch 0 are done"
+        "a pass over a loader (dataloader) is empty: its batches were handed out before"
     ]
 
 
