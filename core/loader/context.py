@@ -40,14 +40,10 @@ class RunContext:
         self.omit = Omit()
         self.tickets: Tickets | None = None
         self.is_part = False
-        self._mesh_checked = False
-        self._then = Then.of(options)
+        self._then: Then | None = None  # made with the first session
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "last": None, "_then": None, "tickets": None}
-
-    def __setstate__(self, attributes: dict[str, Any]) -> None:
-        self.__dict__.update(attributes, _then=Then.of(attributes["options"]))
 
     def take_seed(self, seed: int) -> None:
         """Take over a loaded state's seed."""
@@ -66,10 +62,8 @@ class RunContext:
                 f"{world.rank} of {world.world_size} now: keep torch.distributed initialised while the loader is in "
                 "use, or load a state to continue in another world"
             )
-        if last is None and not self._mesh_checked and world.world_size > 1:
-            self._mesh_checked = True
-            if self.options.world is None and self.adapter.facts.world is None:
-                warn_of_mesh()
+        if last is None and world.world_size > 1 and self.options.world is None and self.adapter.facts.world is None:
+            warn_of_mesh()
         return world
 
     def check_reshard(self, world: World, epoch: int) -> None:
@@ -113,7 +107,8 @@ class RunContext:
         session = adapter.open(run)
         if adapter.around is not None:
             session = adapter.around.session(session, run, adapter)
-        if self._then is not None:
+        if self.options.then is not None:
+            self._then = self._then or Then(self.options.then, self.options)
             session = WholeBatches(self._then, session, run, adapter)
         self._seed, self.last = run.seed, run.world
         return session

@@ -25,7 +25,7 @@ from .context import RunContext
 from .notebook import table
 from .place import Place, Unknown
 from .progress import Pass, Progress
-from .source_attributes import BatchSamplerOfSource, SamplerOfSource, SourceAttribute, SourceDataset, refuse_change
+from .source_attributes import SourceAttribute, SourceDataset, SourceSampler
 from .states import States
 from .tickets import Ticket
 
@@ -141,28 +141,9 @@ class Loader(Generic[Batch]):
     batch_size, drop_last, collate_fn, generator = (SourceAttribute() for _ in range(4))
     num_workers, persistent_workers, prefetch_factor, worker_init_fn = (SourceAttribute() for _ in range(4))
     pin_memory, timeout, multiprocessing_context = (SourceAttribute() for _ in range(3))
-
-    @property
-    def batch_sampler(self) -> BatchSamplerOfSource:
-        """The source's, as `sampler`. Raises when it is iterated: a loader rebuilt from its parts would not resume."""
-        return BatchSamplerOfSource(self, ("batch_sampler",), self.__len__, lambda: self._progress.is_reading)
-
-    @batch_sampler.setter
-    def batch_sampler(self, value: object) -> NoReturn:
-        refuse_change("batch_sampler")
-
-    @property
-    def sampler(self) -> SamplerOfSource:
-        """Has the ``set_epoch`` that trainers call, and as its length the samples of an epoch on this rank.
-
-        Other attributes are those of the source's sampler. Set between two passes, they count from the next one on;
-        within a pass, setting one raises MidepochError.
-        """
-        return SamplerOfSource(self, ("sampler",), self._samples, lambda: self._progress.is_reading)
-
-    @sampler.setter
-    def sampler(self, value: object) -> NoReturn:
-        refuse_change("sampler")
+    # Trainers call ``set_epoch`` on them. Other attributes are the sampler's own; set between two passes, they count
+    # from the next one on.
+    sampler, batch_sampler = SourceSampler(), SourceSampler()
 
     @property
     def reset(self) -> NoReturn:

@@ -12,6 +12,11 @@ from ..world import Tail, World, check_tail
 __all__ = ["MOST_IN_FLIGHT", "Options"]
 
 MOST_IN_FLIGHT = 1024  # batches that were handed out and not trained on
+_CHOICES = {
+    "randomness": ("sample", "none"),
+    "verify": ("sample", "strict", "warn", "off"),
+    "on_error": ("next", "retry", None),
+}
 
 
 @dataclass(frozen=True)
@@ -44,14 +49,12 @@ class Options:
             raise TypeError(f"world must be a midepoch.World or None, got {self.world!r}")
         if self.shard is not None and not isinstance(self.shard, bool):
             raise TypeError(f"shard must be True, False or None, got {self.shard!r}")
-        if self.randomness not in ("sample", "none"):
-            raise ValueError(f"randomness must be 'sample' or 'none', got {self.randomness!r}")
-        if self.verify not in ("sample", "strict", "warn", "off"):
-            raise ValueError(f"verify must be 'sample', 'strict', 'warn' or 'off', got {self.verify!r}")
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                *some, last = map(repr, choices)
+                raise ValueError(f"{name} must be {', '.join(some)} or {last}, got {value!r}")
         if self.then is not None and not callable(self.then):
             raise TypeError(f"then must be a function of a batch or None, got {self.then!r:.80}")
-        if self.on_error not in (None, "next", "retry"):
-            raise ValueError(f"on_error must be 'next', 'retry' or None, got {self.on_error!r}")
         if self.inside is not None and not isinstance(self.inside, str):
             raise TypeError(f"inside must be the name of an attribute or None, got {self.inside!r:.80}")
         if type(self.remember) is not int:

@@ -441,10 +441,7 @@ class Progress:
         origin = self.origin
         if origin is None or (self.spent is not None and (self.epoch, self.position) == origin[:2]):
             return
-        if self.reading is None and self.place == origin and not self.failed:
-            self.new_epoch = False  # the next pass continues this epoch too
-        else:
-            self.put(origin)
+        self.put(origin)
 
     def begin_again(self, error: type[BaseException], words: str) -> None:
         """What the training loop had is gone: refuse batches until a state is loaded or a place is sought."""
@@ -669,8 +666,15 @@ class Progress:
         if self.spent is not None:
             self.finish()
         if self.new_epoch and (self.has_begun or self.is_at_end):
-            self.check_left(self.epoch + 1)
-            self._warn_of_dropped()
+            steps = 0 if self.reading is None else self.reading.steps
+            # In a body, a pass may be left on purpose, and the next one may be that of a later line.
+            if self.is_unfinished and steps and (body is None or steps == 1):
+                warn(
+                    f"a new pass drops the rest of the resumed epoch {self.epoch}, from position {self.position} on: "
+                    "to continue instead, keep the iterator, or load loader.state_dict()",
+                )
+            elif steps == 1:
+                self._warn_of_one("the next one begins another epoch")
             self.end_epoch()
         self.failed.clear()  # only who asks the same iterator again continues after a batch that failed
         this.phase = Phase.RUNNING
@@ -688,18 +692,6 @@ class Progress:
             latest.phase, latest.reading = Phase.ENDED, None
             if latest.interval is not None and self.body is not None:
                 self.body.end(latest.interval, exhausted=True)
-
-    def _warn_of_dropped(self) -> None:
-        """Warn of a new pass that drops what was hardly meant to be dropped."""
-        steps = 0 if self.reading is None else self.reading.steps
-        # In a body, a pass may be left on purpose, and the next one may be that of a later line.
-        if self.is_unfinished and steps and (self.body is None or steps == 1):
-            warn(
-                f"a new pass drops the rest of the resumed epoch {self.epoch}, from position {self.position} on: "
-                "to continue instead, keep the iterator, or load loader.state_dict()",
-            )
-        elif steps == 1:
-            self._warn_of_one("the next one begins another epoch")
 
     def _warn_of_one(self, follows: str) -> None:
         """Warn of what `next(iter(loader))` takes."""
@@ -747,19 +739,16 @@ class Progress:
             self.origin = self.place  # what comes next is to be given again
         if nothing_left and self.body is not None:
             self._log_empty()
-        elif nothing_left and not self._is_resharded and not self._others_may_go_on(reading):
+        # Another rank may have batches left where this one has none.
+        uneven = run.world.world_size > 1 and run.tail == "uneven" and reading.session.position_correction <= 0
+        others = uneven and (not self.context.adapter.rank_independent or reading.last_step is not None)
+        if nothing_left and self.body is None and not (self._is_resharded or others):
             self._settle()  # the pass goes on with the next epoch
             self.spent = None
             reading.close()
             return True
         self.finish()
         return False
-
-    def _others_may_go_on(self, reading: Reading) -> bool:
-        """Whether another rank may have batches left where this one has none."""
-        if reading.run.world.world_size == 1 or reading.run.tail != "uneven" or reading.session.position_correction > 0:
-            return False
-        return not self.context.adapter.rank_independent or reading.last_step is not None
 
     def _leave_empty(self) -> None:
         """End a pass without a batch: only the body of its epoch is left, or the epoch's last batches failed."""

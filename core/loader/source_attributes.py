@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from torch.utils.data import IterableDataset
 
 from ..errors import MidepochError, UnsupportedSourceError
 
-__all__ = ["BatchSamplerOfSource", "SamplerOfSource", "SourceAttribute", "SourceDataset", "refuse_change"]
+__all__ = ["SourceAttribute", "SourceDataset", "SourceSampler"]
 
 
 class SourceAttribute:
@@ -27,15 +27,10 @@ class SourceAttribute:
         return getattr(source, self._name)
 
     def __set__(self, loader: Any, value: object) -> NoReturn:
-        refuse_change(self._name)
-
-
-def refuse_change(name: str) -> NoReturn:
-    """Say how to have another one."""
-    raise AttributeError(
-        f"{name} of a wrapped loader cannot be changed: wrap a loader that is made with it, as in "
-        f"midepoch.wrap(DataLoader(dataset, {name}=...))"
-    )
+        raise AttributeError(
+            f"{self._name} of a wrapped loader cannot be changed: wrap a loader that is made with it, as in "
+            f"midepoch.wrap(DataLoader(dataset, {self._name}=...))"
+        )
 
 
 _NO_SKIPPING = "To resume, load a state and iterate the wrapped loader itself, which continues by itself: skip nothing"
@@ -61,23 +56,13 @@ class SourceDataset(SourceAttribute):
         return dataset
 
 
-class _Of(NamedTuple):
-    """What a `SamplerOfSource` stands for: its arguments."""
+class SourceSampler(SourceAttribute):
+    """The source's sampler or batch sampler, to be read on the loader as a stand-in."""
 
-    loader: Any
-    path: tuple[str, ...]
-    length: Callable[[], int]
-    is_read: Callable[[], bool]
-
-    def sampler(self) -> Any:
-        """The source's own."""
-        found = source = self.loader.source
-        if isinstance(getattr(source, "dataset", None), IterableDataset):
-            raise AttributeError("a DataLoader over an IterableDataset has no sampler: see loader.source.dataset")
-        for name in self.path:
-            if (found := getattr(found, name, None)) is None:
-                raise AttributeError(f"the wrapped {type(source).__name__} has no {'.'.join(self.path)}")
-        return found
+    def __get__(self, loader: Any, owner: type | None = None) -> Any:
+        if loader is None:
+            return self
+        return (SamplerOfSource if self._name == "sampler" else BatchSamplerOfSource)(loader, self._name)
 
 
 class SamplerOfSource:
@@ -88,37 +73,34 @@ class SamplerOfSource:
     Args:
         loader: the wrapped loader.
         path: of the attributes that lead from the source to the sampler.
-        length: samples of one epoch on this rank, or batches of a batch sampler; raises TypeError if it is unknown.
-        is_read: whether a pass is being read.
     """
 
     set_epoch: Callable[[int], None]
-    _midepoch: _Of
+    _midepoch: tuple[Any, tuple[str, ...]]  # the arguments; no sampler has an attribute of this name
 
-    def __init__(
-        self, loader: Any, path: tuple[str, ...], length: Callable[[], int], is_read: Callable[[], bool]
-    ) -> None:
-        self.__dict__.update(_midepoch=_Of(loader, path, length, is_read), set_epoch=loader.set_epoch)
+    def __init__(self, loader: Any, *path: str) -> None:
+        self.__dict__.update(_midepoch=(loader, path), set_epoch=loader.set_epoch)
 
     def __len__(self) -> int:
-        return self._midepoch.length()
+        loader, path = self._midepoch
+        return len(loader) if path[-1] == "batch_sampler" else loader._samples()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_midepoch" not in self.__dict__:
             raise AttributeError(name)
-        of = self._midepoch
-        value = getattr(of.sampler(), name)
-        return value if name != "sampler" else SamplerOfSource(of.loader, (*of.path, name), of.length, of.is_read)
+        loader, path = self._midepoch
+        value = getattr(_sampler_of(self), name)
+        return SamplerOfSource(loader, *path, name) if name == "sampler" else value
 
     def __setattr__(self, name: str, value: object) -> None:
-        of = self._midepoch
-        sampler = of.sampler()
-        if of.is_read():
+        loader, path = self._midepoch
+        sampler = _sampler_of(self)
+        if loader._progress.is_reading:
             raise MidepochError(
-                f"loader.{'.'.join(of.path)}.{name} was set while a pass is read, whose indices are listed already: "
-                "set it between two passes, or leave this one first, with break or loader.close()"
+                f"loader.{'.'.join(path)}.{name} was set while a pass is read, whose indices are listed already: set "
+                "it between two passes, or leave this one first, with break or loader.close()"
             )
-        setattr(sampler, name, value._midepoch.sampler() if isinstance(value, SamplerOfSource) else value)
+        setattr(sampler, name, _sampler_of(value) if isinstance(value, SamplerOfSource) else value)
 
 
 class BatchSamplerOfSource(SamplerOfSource):
@@ -130,3 +112,15 @@ class BatchSamplerOfSource(SamplerOfSource):
             "iterate the wrapped loader itself, which continues by itself after load_state_dict. With a trainer that "
             "skips batches when it resumes, use that trainer's adapter in midepoch.trainers"
         )
+
+
+def _sampler_of(stand_in: SamplerOfSource) -> Any:
+    """The source's own."""
+    loader, path = stand_in._midepoch
+    found = source = loader.source
+    if isinstance(getattr(source, "dataset", None), IterableDataset):
+        raise AttributeError("a DataLoader over an IterableDataset has no sampler: see loader.source.dataset")
+    for name in path:
+        if (found := getattr(found, name, None)) is None:
+            raise AttributeError(f"the wrapped {type(source).__name__} has no {'.'.join(path)}")
+    return found

@@ -7,7 +7,7 @@ it returns is handed out, and only then does a state count the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..errors import SourceError, StateError
@@ -20,27 +20,19 @@ from .adapter import Adapter, Options, Run, Session
 __all__ = ["Then", "WholeBatches"]
 
 
-@dataclass
 class Then:
-    """What `wrap` got as `then`. A loader keeps one, and with it whether the function was tried.
+    """What `wrap` got as `then`. A loader keeps one.
 
     Attributes:
         function: from a batch to what is handed out.
         streams: the generators that the function may draw from; None if it uses the caller's.
-        tries: the function has not been called again yet, to see whether it repeats itself, and is to be.
+        tries: the function is to be called again, once, to see whether it repeats itself.
     """
 
-    function: Callable[[Any], Any]
-    streams: Streams | None
-    tries: bool
-
-    @classmethod
-    def of(cls, options: Options) -> Then | None:
-        """None if there is no such function."""
-        if options.then is None:
-            return None
-        streams = Streams(options.then, devices=True) if options.streams else None
-        return cls(options.then, streams, options.streams and options.verify != "off")
+    def __init__(self, function: Callable[[Any], Any], options: Options) -> None:
+        self.function = function
+        self.streams = Streams(function, devices=True) if options.streams else None
+        self.tries = options.streams and options.verify != "off"
 
 
 class WholeBatches(Session):
