@@ -20,7 +20,7 @@ from .body_record import joined_records, read_record
 from .epoch_loop import EpochLoop
 from .files import FORMAT, Found, read
 from .fitting import check_fits, kinds_of, sharded
-from .generators import save_generators
+from .generators import check_generators, save_generators
 from .ledger import NO_LEDGER, unseal
 
 __all__ = ["Contribution", "apply", "contribute", "joined", "read_fitting"]
@@ -114,8 +114,10 @@ def joined(
     }
 
 
-def read_fitting(found: Found, parts: Mapping[str, Any]) -> dict[str, Any]:
+def read_fitting(found: Found, parts: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """The content of the snapshot that rank 0 has found, its body as a `Record`. Changes nothing.
+
+    Its generators are this rank's; None if the snapshot does not know the rank.
 
     Raises:
         SnapshotError, StateError: this rank sees another file, or a part does not fit.
@@ -133,7 +135,8 @@ def read_fitting(found: Found, parts: Mapping[str, Any]) -> dict[str, Any]:
         unseal(content.get("ledger", NO_LEDGER))
     except ValueError as error:
         raise SnapshotError(f"{found.path} is damaged (ledger): restore a copy") from error
-    content["body"] = read_record(content.get("body"), content["parts"])
+    content["body"], of_ranks = read_record(content.get("body"), content["parts"]), content["generators"]
+    content["generators"] = check_generators(of_ranks[rank]) if rank < len(of_ranks) else None
     return content
 
 

@@ -28,7 +28,6 @@ class EpochLoop:
         self._ended: Body | None = None  # the body before this one, in the same loop
         self._between = Record()  # of the loaders that are where an earlier body has left them, and read ahead
         self._read_at_save: tuple[str, int] | None = None  # the loader whose pass `save` took for one that is read
-        self._told: set[str] = set()  # loaders
 
     def loaders(self) -> dict[str, Loader]:
         """The loaders by name. A `StatefulIterable` may have been given its loader only now."""
@@ -76,8 +75,7 @@ class EpochLoop:
 
     def finish(self, body: Body) -> None:
         """The code of the running body has ended. Warn of iterators that it keeps."""
-        for name in sorted(set(body.read_on) - self._told):
-            self._told.add(name)
+        for name in sorted(set(body.read_on)):
             # If a signal ends the first body, no one knows that it would continue: a zip with one looks alike.
             warn(
                 f"an iterator over {name} that was first read in the body of an epoch goes on after it. If a signal "

@@ -47,8 +47,7 @@ class SnapshotFile:
                 "checkpoint of your own"
             )
         self.path, self.claimed, self._keep = path, False, keep
-        self._on_disk: _Identity | None = None  # of the newest file, as this run knows it
-        self._coming: _Identity | None = None  # of the file that is replacing it, or has just done so
+        self._own: set[_Identity | None] = {None}  # the files that this run has written or loaded
         self._newest_is_sound = True
 
     def write(self, content: dict[str, Any]) -> None:
@@ -71,11 +70,10 @@ class SnapshotFile:
                     "return tensors and built-in types only"
                 ) from error
             self.check_owner()
-            keep = self._keep if self._newest_is_sound else 1
-            self._coming = _identity(draft)
-            _rotate(self.path, keep)
+            self._own.add(_identity(draft))
+            _rotate(self.path, self._keep if self._newest_is_sound else 1)
             draft.replace(self.path)
-            self._on_disk, self._newest_is_sound = self._coming, True
+            self._newest_is_sound = True
         try:
             sync_folder(self.path.parent)
         except OSError as error:
@@ -86,13 +84,12 @@ class SnapshotFile:
 
     def take_over(self, found: Found) -> None:
         """Continue the run of `found`, whose file may then be replaced."""
-        self._on_disk, self._newest_is_sound = _identity(self.path), not found.damaged
-        self.claimed = True
+        self._own.add(_identity(self.path))
+        self.claimed, self._newest_is_sound = True, not found.damaged
 
     def check_owner(self) -> None:
         """Raise SnapshotError if another run's snapshot is at the path."""
-        found = _identity(self.path)
-        if found is None or found in (self._on_disk, self._coming):
+        if _identity(self.path) in self._own:
             return
         if not self.claimed:
             cure = "call load() before the first batch to continue that run, or move it away"

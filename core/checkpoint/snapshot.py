@@ -26,7 +26,7 @@ from .content import apply, contribute, joined, read_fitting
 from .epoch_loop import EpochLoop
 from .files import Found, SnapshotFile, cure_of, find, release_files
 from .fitting import merge
-from .generators import check_generators, seed_generators, set_generators
+from .generators import seed_generators, set_generators
 from .ledger import NO_LEDGER, Ledger, trained_loaders
 from .ranks import NEVER, Agreement, Ranks
 from .signals import Signals, end_process
@@ -120,7 +120,7 @@ class Snapshot:
         self._told_of_witnesses: set[str] = set()  # loaders whose ranks do not see the same data
         self._due = 0  # the step at which `step` does more than count
         self._was_loaded = False
-        self._owes_a_save = self._told_of_put_off = False  # to the end of the body
+        self._owes_a_save = False  # to the end of the body
         # A whole run may be in an `except` clause. The exception's attributes stand for it: unlike itself they keep no
         # frame alive, and as long as they exist no other exception has the same.
         outer = sys.exception()
@@ -344,7 +344,13 @@ class Snapshot:
                 # An abandoned iterator may be freed later on one rank than on another.
                 ranks, where = self._agreement.ranks(), f"calls save() after step {self.steps}"
                 if self._agreement.meet(ranks, where, float(body.waits_for_the_end(in_flight)))[0]:
-                    self._put_off(handled is not None)
+                    self._owes_a_save = True
+                    on_the_way_out = "; or, on the way out, call it around the step, or after the loop over epochs"
+                    warn(
+                        "save() was called after the passes of a body, so the snapshot is written when the body of "
+                        "snapshot.epochs ends, and is not written if an exception leaves the body: call save() before "
+                        f"the last batch, or leave save() out and pass every={on_the_way_out if handled else ''}"
+                    )
                     return
                 self._loop.note_save()
             self._tell_of_left_body("a run that resumes from this snapshot goes on")
@@ -354,18 +360,6 @@ class Snapshot:
                 raise
             told = f"{self.path} was not saved after the {type(handled).__name__}"
             warn(f"{told}, and the previous snapshot is unchanged: {error}")
-
-    def _put_off(self, on_the_way_out: bool) -> None:
-        """Save at the end of the body. `on_the_way_out`: perhaps; an exception is being handled."""
-        self._owes_a_save = True
-        if on_the_way_out or not self._told_of_put_off:
-            self._told_of_put_off = True
-            warn(
-                "save() was called after the passes of a body, so the snapshot is written when the body of "
-                "snapshot.epochs ends, and is not written if an exception leaves the body: call save() before the last "
-                "batch, or leave save() out and pass every="
-                + on_the_way_out * "; or, on the way out, call it around the step, or after the loop over epochs",
-            )
 
     def _handled(self) -> BaseException | None:
         """The exception that is being handled, if it came up after this object was made."""
@@ -438,27 +432,24 @@ class Snapshot:
     def _load(self) -> bool:
         self._was_loaded = True
         ranks = self._agreement.ranks()
-        found: Found | str | None = None  # a text: why there is none
+        found: Found | SnapshotError | None = None
         if ranks.rank == 0:
             try:
                 found = find(self.path)
             except SnapshotError as error:
-                found = str(error)
+                found = error
         found = ranks.share(found)[0]
-        if isinstance(found, str):
-            raise SnapshotError(found)
+        if isinstance(found, SnapshotError):
+            raise found
         if found is None:
             self._file.claimed = True
             return False
         if ranks.rank == 0 and found.damaged:
             warn(f"{'; '.join(found.damaged)}: loading the previous snapshot, {found.path}")
         content: dict[str, Any] = {}
-        generators: dict[str, Any] | None = None
         failed: Exception | None = None
         try:
-            content = read_fitting(found, self._parts)
-            if ranks.rank < len(content["generators"]):
-                generators = check_generators(content["generators"][ranks.rank])
+            content = read_fitting(found, self._parts, ranks.rank)
         except MidepochError as error:
             failed = error
         except Exception as error:  # noqa: BLE001  # the other ranks must hear of it
@@ -474,8 +465,8 @@ class Snapshot:
                 raise SnapshotError(f"rank {rank} could not load {found.path}: {told}")
         apply(content, self._parts)
         self._loop.load(content["body"])
-        if generators is not None:
-            set_generators(generators)
+        if content["generators"] is not None:
+            set_generators(content["generators"])
         else:
             # The snapshot does not know this rank. The key depends on the step, so its generators differ from those of
             # any process that had this rank before.
