@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from ..errors import warn
-from ..state.changed import REST, changed_text, parse_changed
+from ..state.changed import changed_text, parse_changed
 from ..summary import CUT_OFF, HERE, Watch
 from ..trying import Finding
 from .adapter import Adapter
@@ -55,7 +55,7 @@ class LoopChanges:
     def expect(self, text: str) -> None:
         """Compare with the `text` of a loaded state when the next pass begins, and with what is held now."""
         self._known = parse_changed(text)
-        self._expected = {path: value for path, value in self._known.items() if path != REST}
+        self._expected = dict(self._known)
         self._watch = Watch(self._named())
         self._held, self._was_loaded = self._look(), True
         self.rest()
@@ -113,7 +113,7 @@ class LoopChanges:
     def _refresh(self, look: _Look) -> None:
         """What the readers have now of what was changed: it may have been set back."""
         if not self._expected:  # else a load has just named it
-            self._known = {path: value if path == REST else _of(look, path) for path, value in self._known.items()}
+            self._known = {path: _of(look, path) for path in self._known}
 
     def _note(self, moved: set[str], look: _Look) -> None:
         for path in sorted(moved - self._by_reading):

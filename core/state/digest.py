@@ -207,7 +207,9 @@ class _Walk:
             return f"nested {dtype} tensor", [], enumerate(tensor.unbind())
         kind = f"{dtype} tensor {_shape(tensor)}"
         if tensor.layout is not torch.strided:
-            return f"{str(tensor.layout).removeprefix('torch.')} {kind}", [], enumerate(_stored(tensor))
+            whole = tensor.to_sparse().coalesce()
+            members = enumerate([whole.indices(), whole.values()])
+            return f"{str(tensor.layout).removeprefix('torch.')} {kind}", [], members
         if tensor.is_quantized:  # the second tells the scale
             return f"quantized {kind}", [], [(0, tensor.int_repr()), (1, tensor.dequantize())]
         if tensor.device.type == "meta":
@@ -254,16 +256,6 @@ def _key_name(key: Any, number: int) -> str:
 
 def _shape(array: np.ndarray[Any, Any] | torch.Tensor) -> str:
     return "x".join(map(str, array.shape)) or "scalar"
-
-
-def _stored(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a sparse one is stored in."""
-    if tensor.layout is torch.sparse_coo:
-        whole = tensor.coalesce()
-        return [whole.indices(), whole.values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
 
 
 def _has_rows(kind: type) -> bool:

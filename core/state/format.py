@@ -192,10 +192,7 @@ def _differing_pieces(name: str, before: dict[str, str], now: dict[str, str]) ->
     told = [each.get(f"{name}{PIECES}") for each in (before, now)]
     if None in told:
         return ""
-    saved, here = ({piece for piece in str(text).split() if "=" in piece} for text in told)
-    kinds = [{piece.partition("=")[0] for piece in pieces} for pieces in (saved - here, here - saved)]
-    before_alone, now_alone = kinds[0] - kinds[1], kinds[1] - kinds[0]
-    found = {"other": kinds[0] & kinds[1], "only in the state:": before_alone, "only here:": now_alone}
-    words = [f"{what} {', '.join(sorted(names))}" for what, names in found.items() if names]
+    saved, here = (set(str(text).split()) for text in told)
+    names = sorted({piece.partition("=")[0] for piece in saved ^ here})
     # What a state says may contain a stranger's terminal escapes.
-    return f" ({repr('; '.join(words))[1:-1][:400]})" if words else " (the same pieces, in another place)"
+    return f" (in {repr(', '.join(names))[1:-1][:400]})" if names else " (the same pieces, in another place)"
