@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ..testing.diagnosis import UNINTERRUPTED, Diagnosis, diagnose
@@ -17,8 +18,8 @@ from ..testing.laws import LAWS, judge
 from ..testing.naming import Naming
 from ..testing.pictures import take_pictures
 from ..testing.record import Settings, experiment
-from ..testing.report import LawError, Report, Verdict
-from ..testing.sides import Comparison, answer_all
+from ..testing.report import HOLDS, LawError, Outcome, Report, Verdict, reach
+from ..testing.sides import answer_all
 from ..testing.subjects import Nature, Subject, possible_variations, recognise
 from ..testing.trials import TRIALS, stand, try_promises
 from . import shown
@@ -67,17 +68,20 @@ def examine(
         begin("what it is")
         nature = _recognise(settings, target)
         sides = _sides(_fitted(settings, nature, tail_is_stated), nature)
-        if nature.refusal and nature.side == "bare":
-            wanted = "a source that can be wrapped", nature.refusal, "of what kind it is", "see above"
-            error = LawError(UNINTERRUPTED, None, None, *wanted)
-            report = Report((Verdict(UNINTERRUPTED, "failed", nature.refusal, error, 0.0),))
-            begin("how it is resumed today")
-            comparison: Comparison = {heading: answer_all(each) for heading, each in sides.items()}
-            diagnosis = Diagnosis(f"midepoch.wrap refuses it: {nature.refusal}", "bad")
-        else:
-            report, comparison = _examine(sides, names, tries, trials, seconds, begin)
-            begin("which cause")
-            diagnosis = diagnose(next(iter(sides.values())), report)
+        examination, begun = next(iter(sides.values())), time.monotonic()
+        refused = bool(nature.refusal) and nature.side == "bare"
+        begin("an uninterrupted run")
+        through = reach(UNINTERRUPTED, partial(_run_through, examination, nature.refusal if refused else "", seconds))
+        begin("cut, and continued")
+        answers = {heading: answer_all(each) for heading, each in sides.items()}
+        # The table reads from the left to the right: today, and with midepoch.
+        comparison = dict(sorted(answers.items(), key=lambda side: side[0].startswith("with midepoch")))
+        report = Report((through,))
+        if through.error is None:
+            report = _examine(examination, names, tries, trials, begun, seconds, begin)
+        begin("which cause")
+        title = f"midepoch.wrap refuses it: {nature.refusal}"
+        diagnosis = Diagnosis(title, "bad") if refused else diagnose(examination, report)
         found = list(shown.finding(target, nature.kind, diagnosis, comparison))
         if page is not None:
             begin("pictures of each cut")
@@ -146,20 +150,10 @@ def _sides(settings: Settings, nature: Nature) -> dict[str, Examination]:
 
 
 def _examine(
-    sides: dict[str, Examination], names: list[str], tries: list[str], trials: float, seconds: float,
+    examination: Examination, names: list[str], tries: list[str], trials: float, begun: float, seconds: float,
     begin: Callable[[str], None],
-) -> tuple[Report, Comparison]:  # fmt: skip
-    """The verdicts of trials and laws about the first side, and what happens on each side."""
-    examination = next(iter(sides.values()))
-    begun = time.monotonic()
-    begin("an uninterrupted run")
-    failed = _run_through(examination, seconds)
-    begin("cut, and continued")
-    answers = {heading: answer_all(each) for heading, each in sides.items()}
-    # The table reads from the left to the right: today, and with midepoch.
-    comparison = dict(sorted(answers.items(), key=lambda side: side[0].startswith("with midepoch")))
-    if failed is not None:
-        return Report((failed,)), comparison
+) -> Report:  # fmt: skip
+    """The verdicts of trials and laws."""
     tried: list[Verdict] = []
     verdicts: list[Verdict] = []
     reached, trying = judge(examination, names), try_promises(examination, trials)
@@ -171,29 +165,29 @@ def _examine(
             begin(name)
             into.append(next(source))
     promises = stand(examination, tried, verdicts) if tried else ()
-    return Report(tuple(verdicts), tuple(tried), promises), comparison
+    return Report(tuple(verdicts), tuple(tried), promises)
 
 
-def _run_through(examination: Examination, seconds: float) -> Verdict | None:
-    """None, unless the loader fails in an uninterrupted run: then every law would fail in the same way.
+def _run_through(examination: Examination, refusal: str, seconds: float) -> Outcome:
+    """An uninterrupted run: if it fails, or midepoch refuses the source, every law would fail in the same way.
 
     If cutting its epochs everywhere would take more than an eighth of the time, one is cut at three places.
     """
-    begun = time.perf_counter()
+    if refusal:
+        raise LawError(
+            UNINTERRUPTED, None, None, "a source that can be wrapped", refusal, "of what kind it is", "see above"
+        )
     examination.begin(
         UNINTERRUPTED,
         "an error of the loader or of its dataset, which has nothing to do with resuming",
         "fix it until whole epochs run, also with a state_dict() after each batch; then check again",
     )
-    try:
-        examination.whole()
-        asked = time.perf_counter()
-        head = examination.observed()
-    except LawError as error:
-        return Verdict(UNINTERRUPTED, "failed", error.got.splitlines()[0], error, time.perf_counter() - begun)
+    examination.whole()
+    asked = time.perf_counter()
+    head = examination.observed()
     cuts = sum(len(part.batches) + 1 for part in head.passes[:-1])
     if seconds and cuts * (time.perf_counter() - asked) / len(head.passes) > seconds / 8:
         examination.settings = replace(examination.settings, quick=True, epochs=1)
-    return None
+    return HOLDS
 
 

@@ -6,18 +6,15 @@ are imported when it is called, so that the others work without them.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 from .command import DIFFERENT, INTERRUPTED, UNABLE, fail, integers, names, require, sigterm_unwinds
 
-try:
+with contextlib.suppress(ModuleNotFoundError):  # `main` says how to install it
     import typer
-except ModuleNotFoundError:  # `main` says how to install it
-    _has_typer = False
-else:
-    _has_typer = True
 
 __all__ = ["check", "inspect", "main", "trace"]
 
@@ -28,8 +25,7 @@ def _option(help: str, *names: str, **more: Any) -> Any:
 
 def main() -> None:
     """Run the command named on the command line."""
-    if not _has_typer:
-        fail("the command line needs typer: pip install 'midepoch[cli]'")
+    require("cli", "rich", "typer")
     settings = {"help_option_names": ["-h", "--help"]}
     app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=settings)
 
@@ -105,11 +101,10 @@ def check(
     Exit status: 0 if it continues exactly, and all laws that were reached and apply hold; 1 if not, or if an
     uninterrupted epoch fails; 2 if the loader could not be examined. CI wants --seconds 0, so that all are reached.
     """
-    require("cli", "rich")
     from ..testing.record import Settings
     from .check import examine
     from .shown import printable
-    from .targets import TargetError, find_function, find_target
+    from .targets import TargetError, find_target
 
     try:
         settings = Settings(
@@ -117,7 +112,7 @@ def check(
             epochs=epochs, quick=quick, shuffled=shuffled, drop_last=drop_last, elastic_content=elastic_content,
             tail=tail or "pad",  # type: ignore[arg-type]  # Settings checks it
             cuts=None if cuts is None else integers(cuts), timeout=timeout,
-            identify=None if identify is None else find_function(identify),
+            identify=None if identify is None else find_target(identify, loader=False),
             options=None if options is None else tuple(names(options)),
         )  # fmt: skip
         with sigterm_unwinds():
@@ -154,7 +149,6 @@ def inspect(
 
     Exit status: 0; 1 if a state or the file is damaged; 2 if it could not be read or written.
     """
-    require("cli", "rich")
     from ..errors import MidepochError
     from . import inspection, shown
 
@@ -201,7 +195,6 @@ def trace(
 
     Exit status: 0; 1 if the ledger is damaged (what is sound is shown); 2 if it does not say, or cannot be read.
     """
-    require("cli", "rich")
     import json
 
     from ..errors import MidepochError

@@ -15,65 +15,42 @@ from torch.utils.data import DataLoader
 from ..loader.loader import Loader
 from ..testing.subjects import Imported
 
-__all__ = ["TargetError", "find_function", "find_target"]
+__all__ = ["TargetError", "find_target"]
 
 
 class TargetError(Exception):
     """What to check cannot be loaded. The message says why, and what to name instead."""
 
 
-def find_target(target: str) -> Callable[..., Any]:
-    """A function that builds the loader of ``package.module:name``, ``folder/file.py:name`` or ``file.py``.
+def find_target(target: str, *, loader: bool = True) -> Callable[..., Any]:
+    """The function of ``package.module:name`` or ``folder/file.py:name``.
 
-    The name is that of a function that builds a loader, of a loader, or of a generator function. Without a name, the
-    only one in the script. Names are seen from the current folder.
+    If it is to build a ``loader``, the name may also be that of a loader or of a generator function, and ``file.py``
+    alone names the only one in the script. Names are seen from the current folder.
 
     Raises:
         TargetError: it does not exist, it is neither, or its module fails.
     """
-    module_name, name = _parts(target, "loader", "package.module:make_loader, file.py:make_loader, or file.py alone")
-    module, folder = _import(module_name, target)
-    name = name or _only_one(module, target)
-    found = _attribute(module, name)
-    is_object = hasattr(type(found), "__iter__") and not isinstance(found, type | str | bytes)
-    if inspect.isgeneratorfunction(found) or is_object:
-        return Imported(module.__name__, folder, name)
-    untold = f"{module_name} has no function and no loader"
-    return _function(found, untold, name, _named(_candidates(module), module_name))
-
-
-def find_function(target: str) -> Callable[..., Any]:
-    """The function of ``package.module:name`` or ``folder/file.py:name``.
-
-    Raises:
-        TargetError: there is none, or its module fails.
-    """
-    module_name, name = _parts(target, "function", "package.module:name, or file.py:name")
-    return _function(_attribute(_import(module_name, target)[0], name), f"{module_name} has no function", name)
-
-
-def _function(found: Any, untold: str, name: str, candidates: str = "") -> Callable[..., Any]:
-    if not callable(found):
-        raise TargetError(f"{untold} {name!r}: name one{candidates}")
-    function: Callable[..., Any] = found
-    return function
-
-
-def _parts(target: str, what: str, spelling: str) -> tuple[str, str]:
-    """The module, or a file; and the name in it, '' if a script is named alone."""
     module_name, colon, name = target.rpartition(":")
-    if not colon and target.endswith(".py") and what == "loader":
-        return target, ""
-    if not (module_name and name):
-        raise TargetError(f"{target!r} names no {what}: write {spelling}")
-    return module_name, name
-
-
-def _attribute(module: ModuleType, name: str) -> Any:
+    if loader and not colon and target.endswith(".py"):
+        module_name = target
+    elif not (module_name and name):
+        raise TargetError(f"{target!r} names no loader or function: write package.module:make_loader or file.py:name")
+    module, folder = _import(module_name, target)
+    name = name if colon else _only_one(module, target)
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
-    return found
+    is_object = hasattr(type(found), "__iter__") and not isinstance(found, type | str | bytes)
+    if loader and (inspect.isgeneratorfunction(found) or is_object):
+        return Imported(module.__name__, folder, name)
+    if not callable(found):
+        if not loader:
+            raise TargetError(f"{module_name} has no function {name!r}: name one")
+        names = _named(_candidates(module), module_name)
+        raise TargetError(f"{module_name} has no function and no loader {name!r}: name one{names}")
+    function: Callable[..., Any] = found
+    return function
 
 
 def _import(module_name: str, target: str) -> tuple[ModuleType, str]:

@@ -283,7 +283,7 @@ def test_the_page_says_what_was_found(checked: dict[str, tuple[Done, Path]]) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["good"], r"names no loader: write package.module:make_loader"),
+        (["good"], r"names no loader or function: write package.module:make_loader"),
         (["nowhere:good"], r"cannot be imported .*run this in the module's folder"),
         (["nowhere.py:good"], "there is no file nowhere.py"),
         (["check_sources:bad"], "has no function and no loader 'bad'"),
