@@ -58,7 +58,9 @@ class IterableAdapter(Adapter):
         self._server: Server | None = None
         self._workers, self._single, self._collate, self.facts = 0, True, as_it_is, Facts("batch")
         if loader is not None:
-            self._server, self._workers = Server(loader, options), loader.num_workers
+            # Where midepoch divides a stream, each worker would read all of it: one suffices.
+            self._workers = min(loader.num_workers, 1) if options.shard else loader.num_workers
+            self._server = Server(loader, options, self._workers)
             self._single, self._collate = loader.batch_size is None, loader.collate_fn
             size, drop_last = loader.batch_size or 1, loader.drop_last
             # Each process's own stream may have batches of any size, so batches are counted.
@@ -200,17 +202,24 @@ class IterableAdapter(Adapter):
             exact_augmentations=_believed(exact, compared),
             constant_time_resume=promises.replay_costs(self._why),
             elastic_world=whole if self.options.shard else part,
-            elastic_workers=Capability(False, "a replay can be checked only with the same number of worker processes"),
+            elastic_workers=Capability(True, "one process reads the whole stream (shard=True)")
+            if self.options.shard
+            else part,
             rank_independent=promises.ONE_STATE,
         )
 
     def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
-        """The draws of a sample, or the number of workers. Stored so that loaders with others refuse the state."""
+        """The draws of a sample, or the number of streams. Stored so that loaders with others refuse the state."""
         if not there[1]:
             return ""
         if self._driven is not None:
             return "" if self._draws is None else self._detail(self._driven, self._draws, seed, there[0])
-        return f"workers={self._workers};chain="
+        return self._replay_detail
+
+    @property
+    def _replay_detail(self) -> str:
+        """Of a replay, before the chain: how many workers read it; 0 if that does not matter."""
+        return f"workers={0 if self.options.shard else self._workers};chain="
 
     def _detail(self, driven: SamplerDriven, draws: tuple[int, ...], seed: int, epoch: int) -> str:
         """Of a place within an epoch: the draws of a sample, and the CRC of the samplers' lists, if there are any."""
@@ -243,11 +252,11 @@ class IterableAdapter(Adapter):
             return
         if not replayed or self._driven is not None:
             raise StateCorruptError(f"the state's detail {detail!r} is not one of this source: use an undamaged state")
-        if int(replayed[1]) != self._workers:
+        if not self.options.shard and int(replayed[1]) != self._workers:
             raise StateMismatchError(
                 f"num_workers differs: the state was saved with {replayed[1]}, this loader has {self._workers}; a "
-                "replayed source can continue only with the same number: restore num_workers for the rest of this "
-                "epoch"
+                "source that midepoch does not divide can continue only with the same number: restore num_workers for "
+                "the rest of this epoch"
             )
 
     def _check_lists(self, driven: SamplerDriven, saved: str, seed: int, epoch: int) -> None:
@@ -322,7 +331,7 @@ class IterableAdapter(Adapter):
         if self._loader is not None and self._workers and callable(tell) and not self._loader.persistent_workers:
             tell(run.epoch)  # worker processes start with the stream as it is now
         answers, close = self._serve(self._replayer, self._replay_requests(run, expected), run)
-        prefix = f"workers={self._workers};chain="
+        prefix = self._replay_detail
         if not self._own_streams:
             return ReplaySession(answers, close, self._learn, prefix)
         readers, world_size = max(self._workers, 1), run.world.world_size

@@ -101,7 +101,6 @@ class Replayed(NamedTuple):
     Attributes:
         batch: None if it was skipped, or if the stream has no such batch for this rank.
         digest: of all up to the last unit of the global batch. If the stream is this process's own, of the batch.
-        first: of the stream's first unit, equal in all processes that read the same stream.
         correction: to the position that follows from the number of batches: negative if the global batch is short,
             positive at the end, if other ranks have received units of a last one.
         ended: there is no batch.
@@ -112,7 +111,6 @@ class Replayed(NamedTuple):
 
     batch: Any
     digest: str
-    first: str
     correction: int = 0
     ended: bool = False
     late: Any = None
@@ -149,7 +147,6 @@ class ReplayReader(UnitReader):
         self._start: Start = no_start  # while a batch is read
         self._session: int | None = None
         self._late: Any = None  # the error in place of the source's end, as `Replayed` has it
-        self._first = ""
         self._prefix = PrefixDigest()
         self._unseen: dict[str, None] = {}
 
@@ -225,10 +222,7 @@ class ReplayReader(UnitReader):
         units = []
         for unit in self._units(count, self._start):
             if self._shared and self._source.read == self._prefix.next:
-                digest = self._digest(unit)
-                self._prefix.add(digest)
-                if self._source.read == 1:
-                    self._first = digest
+                self._prefix.add(self._digest(unit))
             units.append(unit)
         return units
 
@@ -253,7 +247,7 @@ class ReplayReader(UnitReader):
                         f"the source ended after {read} units, but the state stands at {request.start}: it "
                         "does not repeat itself; seed it, or start over with this data"
                     )
-                return Replayed(None, "", self._first, ended=True)
+                return Replayed(None, "", ended=True)
             proved = request.expected if self._source.read == request.start else ""
             if proved and proved != self._digest_up_to(last[0]):
                 raise SourceError(
@@ -263,17 +257,17 @@ class ReplayReader(UnitReader):
         units = self._digested(global_batch)
         self._check_length(request, begin + len(units), len(units) < global_batch)
         if not units:
-            return Replayed(None, "", self._first, ended=True)
+            return Replayed(None, "", ended=True)
         digest = self._digest_up_to(units[-1])
         own = self._own_part(request, begin, units)
         if not own:
             # This rank has no part of an uneven last batch, or all ranks drop it.
             others = len(units) if request.tail == "uneven" and not self._drop_last else 0
-            return Replayed(None, digest, self._first, others, ended=True)
+            return Replayed(None, digest, others, ended=True)
         key = derive_key(Purpose.BATCH, request.seed, request.epoch, begin + request.rank * self._batch_size)
         batch = self._collated(own, key, self._start)
         late, self._late = self._late, None
-        return Replayed(batch, digest, self._first, len(units) - global_batch, late=late)
+        return Replayed(batch, digest, len(units) - global_batch, late=late)
 
     def _check_length(self, request: ReplayRequest, reached: int, ended: bool) -> None:
         if request.size is None:
@@ -323,12 +317,12 @@ class ReplayReader(UnitReader):
             self._open(request)
         units = self._digested(self._batch_size)
         if not units or (self._drop_last and len(units) < self._batch_size):
-            return Replayed(None, "", "", ended=True)
+            return Replayed(None, "", ended=True)
         seen = self._digest(units[-1])
         if request.skip:
-            return Replayed(None, seen, "")
+            return Replayed(None, seen)
         key = extend_key(self._sample_key, self._source.read, Purpose.BATCH)
-        return Replayed(self._collated(units, key, self._start), seen, "")
+        return Replayed(self._collated(units, key, self._start), seen)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_start": no_start}
@@ -373,7 +367,6 @@ class ReplaySession(Session):
         self._readers, self._consumed, self._expected = readers, consumed, expected
         self._chain, self._saves = chain, saves
         self._digest = ""
-        self._first: str | None = None
         self._ended_in_a_row = self._batches = 0
         self._late: Exception | None = None
 
@@ -386,13 +379,6 @@ class ReplaySession(Session):
             answer = next(self._answers)
             if answer.findings or answer.passes is not None:
                 self._learn(answer)
-            if self._first is None:
-                self._first = answer.first
-            elif answer.first != self._first:
-                raise SourceError(
-                    "worker processes that should read the same stream begin with different items: the source divides "
-                    "its data by get_worker_info, and so does midepoch (shard=True); pass shard=False"
-                )
             if not answer.ended or answer.correction:  # units that other ranks have received
                 self._consume(answer)
             if answer.ended:

@@ -70,10 +70,11 @@ class Server:
     Args:
         loader: the user's. Its dataset, sampler and collate function are not used.
         options: as given to `wrap`.
+        workers: processes; None for as many as the loader has. None are started if it has none.
     """
 
-    def __init__(self, loader: DataLoader[Any], options: Options) -> None:
-        self._loader = loader
+    def __init__(self, loader: DataLoader[Any], options: Options, workers: int | None = None) -> None:
+        self._loader, self._workers = loader, loader.num_workers if workers is None else workers
         self._streams = options.streams
         self._persistent: dict[int, _Kept] = {}  # by process: a forked one has no workers, and must not end these
 
@@ -118,7 +119,7 @@ class Server:
             batch_size=None,
             sampler=_Requests(),
             collate_fn=as_it_is,
-            num_workers=theirs.num_workers,
+            num_workers=self._workers,
             pin_memory=theirs.pin_memory,
             pin_memory_device=theirs.pin_memory_device,
             timeout=theirs.timeout,

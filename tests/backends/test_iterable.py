@@ -274,10 +274,13 @@ def test_shard_has_to_be_said_where_there_is_something_to_divide() -> None:
             make()
 
 
-def test_a_stream_divided_twice_among_workers_is_named() -> None:
+def test_one_worker_reads_what_is_divided_by_midepoch() -> None:
+    """So a stream that divides itself among workers is not divided twice."""
     source = DataLoader(sources.Stream(20, by_worker=True), batch_size=2, num_workers=2)
-    with midepoch.wrap(source, seed=5, shard=True) as loader, pytest.raises(SourceError, match="shard=False"):
-        sources.taken(loader)
+    alone = DataLoader(sources.Stream(20, by_worker=True), batch_size=2)
+    with midepoch.wrap(source, seed=5, shard=True) as loader:
+        assert sources.taken(loader) == sources.taken(midepoch.wrap(alone, seed=5, shard=True))
+        assert loader.capabilities.elastic_workers
 
 
 def test_a_stream_divided_twice_among_ranks_is_named() -> None:

@@ -15,7 +15,7 @@ PROMISES = ["exact_order", "exact_augmentations", "constant_time_resume", "elast
             "rank_independent", "skips"]  # fmt: skip
 ALL_YES = "yes yes yes yes yes yes"
 REPLAY = "yes yes no no no yes"
-REPLAY_SHARED = "yes yes no yes no yes"
+REPLAY_SHARED = "yes yes no yes yes yes"
 
 DATA, NOISY = sources.Noisy(8), sources.noisy_loader
 TABLE: dict[str, tuple[str, Any, dict[str, Any]]] = {
