@@ -54,8 +54,8 @@ class States:
         self.expected: Witness | None = None
         self.changes = LoopChanges(context.adapter) if context.options.verify != "off" else None
         # By epoch, of the last two from which was read. A text is made when a state asks for it.
-        self._known: dict[int, str | tuple[Any, SampleSummary, frozenset[str]]] = {}
-        self._left_out: frozenset[str] = frozenset()  # names of a sample's parts that differ from one read to the next
+        self._known: dict[int, str | tuple[Any, SampleSummary]] = {}
+        self._varies = False  # a sample differed from one read to the next, so that no later read can be compared
         self._tried: int | None = None  # the latest epoch in which a sample was read twice
         self._differed = False  # and it was not the same
 
@@ -227,7 +227,7 @@ class States:
         if seen.again is not None:
             self._tried = epoch
             if differing := look.differing(seen.again):
-                self._left_out, self._differed = frozenset(differing), True
+                self._varies = self._differed = True
                 why = f"two reads of sample {seen.index!r:.80} differ in {look.names(differing)}"
                 note(Finding(why, look.holds_most(differing), _OF_SAMPLES))
             elif seen.keeps:
@@ -237,7 +237,7 @@ class States:
         if seen.collate is not None:
             note(seen.collate)
         before = {epoch - 1: self._known[epoch - 1]} if epoch - 1 in self._known else {}
-        self._known = {**before, epoch: (seen.index, look, self._left_out)}
+        self._known = {**before, epoch: "" if self._varies else (seen.index, look)}
 
 
 def tell_of_another(which: str, verify: Verify) -> None:

@@ -52,11 +52,11 @@ class Order(Protocol):
         ...
 
 
-def checked_integer(name: str, value: object, least: int | None = None) -> int:
+def checked_integer(name: str, value: object, least: int) -> int:
     """`value` as an int; TypeError or ValueError unless it is an integer of at least `least`."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
-    if least is not None and value < least:
+    if value < least:
         raise ValueError(f"{name} must be {least} or more, got {value}")
     return int(value)
 
@@ -71,8 +71,11 @@ def checked_size(value: object) -> int:
 
 def checked_epoch(seed: object, epoch: object) -> None:
     """Raise TypeError or ValueError if the seed or the epoch is invalid."""
-    checked_integer("epoch", epoch, least=0)
-    checked_integer("seed", seed)
+    for name, value in (("epoch", epoch), ("seed", seed)):
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+            raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+        if name == "epoch" and value < 0:
+            raise ValueError(f"epoch must be 0 or more, got {value}")
 
 
 def bounds(positions: object, size: int) -> tuple[int, int]:

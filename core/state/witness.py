@@ -5,10 +5,9 @@ is *exact*: types, dtypes and shapes, text, Python's integers and booleans, arra
 integers with at most one dimension, and of paths the last component. It says which sample this is. One checksum of all
 parts says whether the bits are the same.
 
-    epoch/index/bits/exact/left out
+    epoch/index/bits/exact/
 
-`exact` has four digits of each part's checksum. `left out` has four digits of the name of each part that differs from
-one read to the next.
+`exact` has four digits of each part's checksum.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import itertools
 import os
 import re
 import zlib
-from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -34,11 +32,8 @@ LONGEST = 128
 
 _MOST_PARTS = 256  # of a sample; the last stands for all further ones
 _MOST_CODES = 12  # the last stands for all further parts
-_MOST_LEFT_OUT = 6  # names
 
-_TEXT = re.compile(
-    r"(\d{1,19})/(-?\d{1,19})?/([0-9a-f]{8})/((?:[0-9a-f]{4}){0,12})/((?:[0-9a-f]{4}){0,6})", re.ASCII
-)
+_TEXT = re.compile(r"(\d{1,19})/(-?\d{1,19})?/([0-9a-f]{8})/((?:[0-9a-f]{4}){0,12})/", re.ASCII)
 
 
 class _PartSummary(NamedTuple):
@@ -139,22 +134,19 @@ class Witness:
 
     epoch: int  # of which it is the first sample
     index: int | None  # of the sample in the dataset; None if only the order says it
-    bits: str  # the checksum of all parts that are not left out
-    told: tuple[str, ...]  # of each such part, four digits of the checksum of what is exact
-    left_out: tuple[str, ...] = ()  # of each part that differs between reads, four digits of its name's checksum
+    bits: str  # the checksum of all parts
+    told: tuple[str, ...]  # of each part, four digits of the checksum of what is exact
 
     @classmethod
-    def of(cls, epoch: int, index: Any, summary: SampleSummary, left_out: Set[str] = frozenset()) -> Witness:
-        """The witness of a sample that looks like `summary`, without the parts with these names."""
+    def of(cls, epoch: int, index: Any, summary: SampleSummary) -> Witness:
+        """The witness of a sample that looks like `summary`."""
         whole = _whole(index)
         number = whole if whole is not None and abs(whole) < 1 << 60 else None
-        codes = tuple(sorted(set(map(_code_of, _outermost(left_out)))))
-        parts = _without(summary, codes)
-        return cls(epoch, number, _bits(parts), tuple(_code(part.exact) for part in _few(parts)), codes)
+        return cls(epoch, number, _bits(summary), tuple(_code(part.exact) for part in _few(summary)))
 
     def __str__(self) -> str:
         index = "" if self.index is None else str(self.index)
-        return f"{self.epoch}/{index}/{self.bits}/{''.join(self.told)}/{''.join(self.left_out)}"
+        return f"{self.epoch}/{index}/{self.bits}/{''.join(self.told)}/"
 
     @classmethod
     def parse(cls, text: str) -> Witness | None:
@@ -168,52 +160,27 @@ class Witness:
         match = _TEXT.fullmatch(text)
         if match is None:
             raise StateCorruptError("the state's witness has another form: use an undamaged state")
-        told, left_out = (tuple(re.findall("....", match[number])) for number in (4, 5))
-        return cls(int(match[1]), int(match[2]) if match[2] else None, match[3], told, left_out)
+        return cls(int(match[1]), int(match[2]) if match[2] else None, match[3], tuple(re.findall("....", match[4])))
 
     def differs(self, summary: SampleSummary) -> tuple[str, ...]:
         """The names of the parts that make the sample that was read now another one."""
-        pairs = itertools.zip_longest(self.told, _few(_without(summary, self.left_out)))
+        pairs = itertools.zip_longest(self.told, _few(summary))
         differing = [part for code, part in pairs if part is None or _code(part.exact) != code]
         return tuple("a part that is missing now" if part is None else part.name for part in differing)
 
     def has_other_bits(self, summary: SampleSummary) -> bool:
         """Whether any part has."""
-        return self.bits != _bits(_without(summary, self.left_out))
+        return self.bits != _bits(summary)
 
 
-def _few(parts: list[_PartSummary]) -> list[_PartSummary]:
+def _few(summary: SampleSummary) -> list[_PartSummary]:
     """The parts, as many as are told."""
-    last = _MOST_CODES - 1
+    parts, last = list(summary.parts), _MOST_CODES - 1
     return parts if len(parts) <= _MOST_CODES else [*parts[:last], _joined("a part after the first 11", parts[last:])]
 
 
-def _outermost(names: Set[str]) -> list[str]:
-    """Without what lies in others of them. Where there are too many, all of the sample is left out."""
-    outer: list[str] = []
-    for name in sorted(names):  # a container, then its members
-        if not outer or not name.startswith(outer[-1]):
-            outer.append(name)
-    return outer if len(outer) <= _MOST_LEFT_OUT else [""]
-
-
-def _without(summary: SampleSummary, left_out: tuple[str, ...]) -> list[_PartSummary]:
-    """The parts without those that are left out, and without what these contain."""
-    kept: list[_PartSummary] = []
-    outer: str | None = None
-    for part in summary.parts if left_out else ():
-        if outer is None or not part.name.startswith(outer):
-            outer = part.name if _code_of(part.name) in left_out else None
-            kept += [part] if outer is None else []
-    return kept if left_out else list(summary.parts)
-
-
-def _bits(parts: list[_PartSummary]) -> str:
-    return f"{_joined('', parts).bits:08x}"
-
-
-def _code_of(name: str) -> str:
-    return _code(zlib.crc32(name.encode("utf-8", "surrogatepass")))
+def _bits(summary: SampleSummary) -> str:
+    return f"{_joined('', list(summary.parts)).bits:08x}"
 
 
 def _code(crc: int) -> str:
