@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -64,8 +63,9 @@ def check_sharding(sampler: Any, signs: ShardingSigns | None) -> None:
     if signs is None:
         return
     cure = (
-        f"{_for_one_process(sampler)} and let midepoch divide its list, or pass shard=False if it gives each rank a "
-        "list of its own, or shard=True if all ranks have the same list"
+        "build it for one process (world size 1, rank 0) and let midepoch divide its list, or leave it out if it does "
+        "no more than that; or pass shard=False if it gives each rank a list of its own, shard=True if all ranks have "
+        "the same list"
     )
     name = type(sampler).__name__
     if signs.certain:
@@ -73,20 +73,6 @@ def check_sharding(sampler: Any, signs: ShardingSigns | None) -> None:
             f"{name} divides its list among ranks ({signs.signs}), and midepoch would divide it again: {cure}"
         )
     warn(f"{name} may divide its list among ranks ({signs.signs}), and midepoch divides it too. If it does: {cure}")
-
-
-def _for_one_process(sampler: Any) -> str:
-    """How to have a sampler's list not divided, in words."""
-    for path, held in _held(sampler):
-        try:
-            names = list(inspect.signature(type(held)).parameters) if isinstance(held, Iterable) else []
-        except (TypeError, ValueError):  # of a class that is not python's
-            continue
-        rank, world_size = (next(filter(means, names), "") for means in (_is_rank, _is_world_size))
-        if rank and world_size:
-            which = "it" if held is sampler else path
-            return f"build {which} for one process ({world_size}=1, {rank}=0)"
-    return "leave it out if it does no more than that (the DataLoader itself can shuffle), or build it for one process,"
 
 
 def sharding_of(

@@ -23,12 +23,12 @@ class Units:
     An iterator that is its own iterable may begin anew if it is asked again after its end, or asked for its `iter`.
 
     Attributes:
-        read: units so far, those that were read before `iterator` was made included.
+        read: units so far.
     """
 
-    def __init__(self, iterator: Iterator[Any], read: int = 0) -> None:
+    def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator: Iterator[Any] | None = iterator
-        self.read = read
+        self.read = 0
 
     def next(self) -> Any:
         """The next unit. Raises StopIteration at the end, each time, and what the iterator raises."""

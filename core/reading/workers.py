@@ -27,7 +27,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from ..errors import SourceError, UnsupportedSourceError, warn
+from ..errors import SourceError, UnsupportedSourceError
 from ..loader.adapter import Options, Run
 from ..order.keys import TORCH_KEYS, derive_key
 from ..randomness.streams import Purpose, no_other_reads
@@ -38,7 +38,6 @@ from .private import alive, end_by_kill, end_when_collected, kept_iterator, show
 __all__ = ["Server", "WorkerAnswers", "raise_if_worker_died", "signals_in_hand", "workers_outlive_signals"]
 
 _logger = logging.getLogger("midepoch")
-_RESTARTS = 3  # of kept workers in a row, after which a warning says so
 
 signals_in_hand: set[int] = set()
 """Signals that this process handles at its next batch. Its worker processes survive them."""
@@ -97,19 +96,21 @@ class Server:
 
     def _kept(self, reader: Reader) -> DataLoader[Any]:
         """A DataLoader whose workers stay. They start anew if one has died, or what they read has changed."""
-        theirs, kept, restarts = self._loader, self._persistent.get(os.getpid()), 0
+        theirs, kept = self._loader, self._persistent.get(os.getpid())
         held = summarize(dataset=reader.dataset, collate_fn=theirs.collate_fn, worker_init_fn=theirs.worker_init_fn)
         if kept is not None:
             changed = changed_paths(kept.held, held)
             if kept.reader is reader and alive(kept_iterator(kept.loader)) and not changed:
-                kept.restarts = 0
                 return kept.loader
             self.close()
             if changed:
-                restarts = kept.restarts + 1
-                _tell_of_restart(changed, restarts)
+                _logger.info(
+                    "%s changed after the kept workers had started, so they start anew: what lies in shared memory "
+                    "(torch.Tensor.share_memory_) may change",
+                    f"{', '.join(changed[:3])}{' and more' * (len(changed) > 3)}",
+                )
         ours = self._make(reader)
-        self._persistent[os.getpid()] = _Kept(reader, ours, held, restarts)
+        self._persistent[os.getpid()] = _Kept(reader, ours, held)
         return ours
 
     def _make(self, reader: Reader) -> DataLoader[Any]:
@@ -147,23 +148,11 @@ class _Kept:
         reader: that they have.
         loader: whose workers they are.
         held: the summary of what they read, as it was when they started.
-        restarts: how often in a row a pass began after a change of it.
     """
 
     reader: Reader
     loader: DataLoader[Any]
     held: dict[str, int]
-    restarts: int
-
-
-def _tell_of_restart(changed: list[str], restarts: int) -> None:
-    names = f"{', '.join(changed[:3])}{' and more' if len(changed) > 3 else ''}"
-    _logger.info("%s changed after the kept workers had started, so they start anew", names)
-    if restarts == _RESTARTS:
-        warn(
-            f"the kept workers have started anew {restarts} times in a row, because {names} changed before each pass: "
-            "put what changes into shared memory (torch.Tensor.share_memory_), or leave persistent_workers out"
-        )
 
 
 class _WorkerError(SourceError, RuntimeError):

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import midepoch
-from midepoch import MidepochError, MidepochWarning
+from midepoch import MidepochError
 from midepoch.loader.loader import Loader
 from midepoch.summary import CUT_OFF, HERE, Watch, _Walk, changed_paths, summarize
 from support import sources
@@ -400,13 +400,13 @@ def test_workers_are_kept_where_nothing_changed() -> None:
         assert not pids(loader) & first
 
 
-def test_a_change_before_each_pass_is_warned_of_once() -> None:
+def test_each_restart_of_kept_workers_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     dataset = Scaled()
-    with kept(dataset) as loader, pytest.warns(MidepochWarning, match=r"3 times in a row.* dataset\.factor") as told:
-        for number in range(6):
+    with kept(dataset) as loader, caplog.at_level("INFO", "midepoch"):
+        for number in range(3):
             dataset.factor = float(number)
             assert factors(loader) == [float(number)]
-    assert len(told) == 1
+    assert [each.getMessage().partition(" ")[0] for each in caplog.records] == ["dataset.factor"] * 2
 
 
 def test_a_pass_that_is_open_over_a_restart_is_an_error() -> None:

@@ -237,10 +237,7 @@ def test_one_built_to_continue_does_not_skip_twice(name: str, cut: int | None) -
 
 @pytest.mark.parametrize("name", PRETRAINING)
 def test_those_that_divide_their_list_name_the_cure(name: str) -> None:
-    told = (
-        r"_rank=1 and .*micro_batch_times_data_parallel_size=2\), .*: build it for one process \(data_parallel_size=1, "
-        r"data_parallel_rank=0\)"
-    )
+    told = r"_rank=1 and .*micro_batch_times_data_parallel_size=2\), .*: build it for one process \(world size 1"
     with pytest.raises(UnsupportedSourceError, match=told):
         midepoch.wrap(pretraining(name, data_parallel_rank=1, data_parallel_size=2), world=World(1, 2))
 
