@@ -33,6 +33,7 @@ NAMES = ("python", "numpy", "torch")
 _WORDS = 624  # of the state of a Mersenne Twister, which all three are
 # Where the end of numpy's begins, at the address that numpy states: ``struct { uint32_t key[624]; int pos; }``.
 _LAST_WORDS = 4 * (_WORDS - 7)
+_words_at: Any = (ctypes.c_char * 32).from_address
 
 Stamp = tuple[Any, Any, Any]
 """Of python's, numpy's and torch's generator. Of a generator that was used, it is another one."""
@@ -53,30 +54,27 @@ class GlobalGenerators:
         self._get_numpy, self._set_numpy = np.random.get_bit_generator, np.random.set_bit_generator
         self._torch = torch.default_generator
         self._light = _is_known()
-        self._python_words = _python_words(self._python) if self._light else random.getstate
+        self._python_words: Any = _python_words(self._python) if self._light else random.getstate
         self._no_engine = _no_engine() if self._light else None
         self._bytes_at: Any = (ctypes.c_char * len(self._torch.get_state())).from_address
-        # In place of the caller's, so that a seed gives the same numbers whichever bit generator the caller has.
-        self._ours = self._engine(0)
-        self._numpy_words = self._ours[1]
         self.rest_at(0)
+        # In place of the caller's, so that a seed gives the same numbers whichever bit generator the caller has.
+        self._ours = self._numpy_rest
+        self._numpy_words: Any = self._ours[1]
         self.at: Stamp = (None, None, None)  # with which the generators were taken over, or were last noted
         self._python_saved: Any = None  # the caller's state
         self._python_at: Any = None  # the stamp with which it was saved
         self._saved: tuple[Any, Any, Any] = (None, None, None)  # the caller's: numpy's, its pair, torch's
 
-    def _engine(self, key: int) -> tuple[Any, Callable[[], Any]]:
-        """A bit generator of numpy's, and what gives its stamp."""
-        bits = np.random.MT19937(key)
-        if self._light:
-            return bits, _memory(bits.ctypes.state_address + _LAST_WORDS)
-        return bits, functools.partial(_state_of, bits)
-
     def rest_at(self, key: int) -> None:
         """Take this key for the state at rest, from the next `take_over` on."""
         self._rest = torch.Generator().manual_seed(key & TORCH_KEYS).get_state()
         self._torch_rest = self._bytes_at(self._rest.data_ptr()).raw
-        self._numpy_rest = self._engine(key)
+        bits = np.random.MT19937(key)
+        words: Any = functools.partial(_state_of, bits)
+        if self._light:
+            words = functools.partial(getattr, _words_at(bits.ctypes.state_address + _LAST_WORDS), "raw")
+        self._numpy_rest = bits, words
 
     def seeding(self, seeded: Collection[str]) -> Callable[[int], None]:
         """What seeds some of them with a 64-bit key. It is called for each sample."""
@@ -131,13 +129,9 @@ class GlobalGenerators:
 # A Mersenne Twister's index returns to the same value after 624 words, but by then all words of its state are new.
 
 
-def _memory(address: int) -> Callable[[], bytes]:
-    return memoryview((ctypes.c_char * 32).from_address(address)).cast("B").tobytes
-
-
 def _python_words(generator: Any) -> Callable[[], bytes]:
     """In CPython: ``struct { PyObject_HEAD int index; uint32_t state[624]; }``."""
-    return _memory(id(generator) + object.__basicsize__)
+    return functools.partial(getattr, _words_at(id(generator) + object.__basicsize__), "raw")
 
 
 def _state_of(bits: Any) -> Any:
@@ -183,5 +177,5 @@ def _is_known() -> bool:
         and sys.implementation.name == "cpython"
         and type(python).__basicsize__ >= object.__basicsize__ + 4 * (_WORDS + 1)
         and _python_words(python)() == struct.pack("8I", index, *words[:7])
-        and _memory(bits.ctypes.state_address + _LAST_WORDS)() == last_words
+        and _words_at(bits.ctypes.state_address + _LAST_WORDS).raw == last_words
     )
