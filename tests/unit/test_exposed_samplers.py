@@ -100,33 +100,6 @@ def make(kind: type[Documents], drop_last: bool = False, batch_size: int | None 
     return midepoch.wrap(DataLoader(kind(), batch_size, drop_last=drop_last), seed=3, shard=True, **keywords)
 
 
-@pytest.mark.parametrize(("drop_last", "batch_size"), [(False, None), (False, 4), (False, 100), (True, 5)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_gives_what_the_plain_loader_gives(kind: type[Documents], drop_last: bool, batch_size: int | None) -> None:
-    loader = make(kind, drop_last, batch_size)
-    for got in (sources.taken(loader) for _ in range(3)):
-        given = [int(i) for batch in got for i in (batch[0] if batch_size else [batch[0]])]
-        if not given and kind is Stopped and drop_last:
-            continue  # nothing shows the order
-        expected, size = plainly(kind, given), batch_size or 1
-        lengths = [len(expected[at : at + size]) for at in range(0, len(expected), size)]
-        lengths = [each for each in lengths if each == size or not drop_last]
-        assert [len(batch[0]) if batch_size else 1 for batch in got] == lengths
-        assert given[:SIZE] == expected[: sum(lengths)][:SIZE]
-        if not drop_last:  # whatever is begun again may come in another order
-            assert sorted(given) == sorted(expected)
-
-
-def plainly(kind: type[Documents], given: list[int]) -> list[int]:
-    """What the dataset gives by itself, if its sampler has the order in which its indices were given."""
-    scale = 100 if kind in (Documents, Own) else 1
-    order = dict.fromkeys(each // scale for each in given if each < 1000 or scale > 1)
-    dataset: Any = kind()
-    missing = sorted(set(range(SIZE)) - set(order), key=lambda index: index != 7)  # `Stopped` had stopped at it
-    dataset.sampler = [*order, *missing]
-    return [item for item, _ in dataset]
-
-
 @pytest.mark.parametrize(("drop_last", "batch_size"), [(False, None), (True, 3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_cut_continues_exactly(kind: type[Documents], drop_last: bool, batch_size: int | None) -> None:

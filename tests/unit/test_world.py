@@ -162,31 +162,3 @@ def test_every_rank_gets_as_many_as_from_distributed_sampler(even: bool, drop_la
             # The same repeats, too; where batches are dropped, torch's strides drop others than our blocks.
             counted = Counter(sources.flat(sources.flat(ours)))
             assert counted == Counter(sources.flat(sources.flat(theirs))), place
-
-
-@pytest.mark.parametrize("tail", TAILS)
-def test_ranks_in_order_are_the_global_batch_from_any_start(tail: Tail) -> None:
-    """All sizes, starts, batch sizes and worlds of a few: nothing twice, nothing lost but what the tail says."""
-    for (batch_size, world_size), size in itertools.product(SMALL, range(1, 26)):
-        for start in range(size + 1):
-            shares = [
-                Share(size, start, batch_size, World(rank, world_size), tail, False) for rank in range(world_size)
-            ]
-            ranks = [positions(share) for share in shares]
-            most = max(map(len, ranks))
-            place = f"size {size}, start {start}, batch {batch_size}, world {world_size}, tail {tail}"
-            assert {share.global_steps for share in shares} == {most}, place
-            steps = [[rank[step] if step < len(rank) else [] for rank in ranks] for step in range(most)]
-            delivered = [place for step in steps for batch in step for place in batch]
-            rest = list(range(start, size))
-            if tail == "uneven":
-                assert delivered == rest, place
-                continue
-            lengths = {len(sources.flat(rank)) for rank in ranks}
-            assert len(lengths) == 1, place
-            if tail == "drop":
-                assert delivered == rest[: len(rest) - len(rest) % world_size], place
-            else:
-                repeats = -len(rest) % world_size
-                assert delivered == rest + [repeat % size for repeat in range(repeats)], place
-            assert all(len(batch) == batch_size for step in steps[:-1] for batch in step), place

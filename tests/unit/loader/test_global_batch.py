@@ -250,17 +250,6 @@ def test_after_an_error_a_global_batch_is_begun_anew_or_left(on_error: Any, foll
     assert passed_over == [True] * (on_error == "next")
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_drop_last_leaves_out_a_global_batch_not_full(world_size: int) -> None:
-    samples = []
-    for rank in range(world_size):
-        source = DataLoader(sources.Indices(23), batch_size=2, drop_last=True)
-        loader = midepoch.wrap(source, world=World(rank, world_size), global_batch=10)
-        samples += [sample for batch in loader if loader.weight for sample in batch.tolist()]
-        assert (loader.epoch, loader.position) == (1, 0)
-    assert sorted(samples) == list(range(20))
-
-
 def test_the_weight_of_a_plain_loader_is_that_of_its_tail() -> None:
     loader, other = (make(World(rank, 2), 11, 2, None, tail="uneven", shuffle=False) for rank in range(2))
     assert loader.weight == 1.0

@@ -114,20 +114,6 @@ def test_what_the_program_restores_is_exact_or_said(
             assert before + rest == whole and not said
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("at", [(1, 2), (2, 1)])
-def test_what_the_program_does_not_restore_is_said_once(at: tuple[int, int], workers: int) -> None:
-    _, saved = cut(wrapped(Scaled(), workers), by_epoch, at)
-    with wrapped(Scaled(), workers) as loader:
-        loader.load_state_dict(saved[0])
-        with pytest.warns(MidepochWarning, match=RESTORE) as told:
-            list(loader)
-            list(loader)
-    assert [str(each.message) for each in told if RESTORE in str(each.message)] == [
-        f"dataset.factor was {1.0 + at[0]} for the readers, is 1.0 now: {RESTORE}"
-    ]
-
-
 def test_a_state_names_what_the_loop_has_changed_and_keeps_it() -> None:
     dataset = Scaled()
     loader = wrapped(dataset)

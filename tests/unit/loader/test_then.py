@@ -135,15 +135,6 @@ def test_the_numbers_are_those_of_a_generator_seeded_by_the_key(name: str) -> No
     assert next(iter(loader)) == (77, alone(derive_key(7, 11, 0, 77)))
 
 
-def test_it_shares_no_stream_with_the_collate_function() -> None:
-    def draw(batch: Any) -> Any:
-        return (random.random(), np.random.rand(), torch.rand(()).item()), batch
-
-    loader = midepoch.wrap(DataLoader(sources.Indices(12), batch_size=3, collate_fn=draw), seed=1, then=draw)
-    for of_then, (of_collate, _) in itertools.chain(loader, loader):
-        assert not set(of_collate) & set(of_then)
-
-
 class Late:
     """Makes its generator when it is first called."""
 

@@ -54,16 +54,6 @@ def test_the_state_is_the_frontier_and_what_is_done_beyond_it() -> None:
     assert len(list(other)) == 10
 
 
-def test_padding_repeats_the_start_of_the_epoch_finished_or_not() -> None:
-    loader = wrapped(20, 1, shuffle=False)
-    tickets = [loader.ticket for _, _ in zip(range(2), loader, strict=False)]
-    loader.finish(tickets[1])
-    others = [wrapped(20, 1, shuffle=False, world=World(rank, 3)) for rank in range(3)]
-    for other in others:
-        other.load_state_dict(loader.state_dict())
-    assert [numbers(list(other)[-1]) for other in others] == [[19], [0], [1]]
-
-
 def test_what_comes_again_has_its_random_numbers() -> None:
     whole = dict(sample for batch in wrapped(20, 2) for sample in batch)
     loader = wrapped(20, 2)
@@ -168,22 +158,6 @@ def test_a_ticket_that_is_not_open_here_is_refused() -> None:
             loader.finish(ticket)
     with pytest.raises(MidepochError, match="no batch was handed out"):
         loader.ticket  # noqa: B018  # a property
-
-
-def test_a_skip_in_between_keeps_the_tickets() -> None:
-    loader, this, tickets = begun(3)
-    loader.skip(6, 9)
-    loader.skip(2, 3)  # of what was handed out
-    assert numbers(next(this)) == [9, 10]
-    tickets.append(loader.ticket)
-    loader.peek()
-    loader.skip(11, 12)
-    assert numbers(next(this)) == [12, 13]
-    for ticket in (tickets[1], tickets[3], loader.ticket):
-        loader.finish(ticket)
-    state = loader.state_dict()
-    assert state["position"] == 0
-    assert [numbers(batch) for batch in resumed(state)] == [[0, 1], [4, 5], [14, 15], [16, 17], [18, 19]]
 
 
 def test_a_batch_that_failed_to_be_read_does_not_end_the_steps() -> None:

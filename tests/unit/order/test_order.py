@@ -157,13 +157,6 @@ def test_nothing_is_repeated_at_any_size(order: Order, place: float, seed: int, 
     assert np.unique(indices).size == indices.size == min(500, size - start)
 
 
-def test_sequential() -> None:
-    epoch = Sequential(10**15).epoch(3, 5)
-    assert len(epoch) == 10**15
-    assert epoch[10**15 - 3 :].tolist() == [10**15 - 3, 10**15 - 2, 10**15 - 1]
-    assert epoch[4:4].tolist() == []
-
-
 CUT_ORDERS: list[Order] = [
     Sequential(100_003),
     Shuffled(50_000),

@@ -23,7 +23,7 @@ import midepoch
 from midepoch import StateError, StateMismatchError
 from midepoch.testing import LAWS, LawError, Report, ResumableTests, check_resumable, digest, laws_of_callers
 from midepoch.testing.items import first_difference, leaves
-from midepoch.testing.naming import Naming, split
+from midepoch.testing.naming import split
 from midepoch.testing.pool import Call, ProcessError, shared_pool
 from midepoch.testing.record import Settings
 from support import batch_shapes, broken_loaders, forking, reference_loader
@@ -321,16 +321,6 @@ def test_a_failure_is_raised_with_the_report() -> None:
         assert part in str(error.report) or part == "'round trip'"
 
 
-def test_the_first_difference_is_told() -> None:
-    report = check(broken_loaders.ForgetsTheStream, laws=["tail"])
-    error = report["tail"].error
-    assert error is not None
-    assert (error.epoch, error.batch) == (0, 1)
-    assert "after a cut at batch 1" in error.expected
-    assert "float64 tensor 3x3, value 1: 0." in error.expected
-    assert "float64 tensor 3x3, value 1: 0." in error.got
-
-
 # Batches of all shapes.
 
 FOR_NAMES = ("determinism", "tail", "partition", "topology", "delivery")
@@ -525,28 +515,6 @@ def test_equal_items_have_equal_digests() -> None:
 )
 def test_the_first_difference_is_readable(expected: Any, got: Any, texts: tuple[str, str]) -> None:
     assert first_difference(leaves(expected), leaves(got)) == texts
-
-
-@pytest.mark.parametrize(
-    ("batch", "ids"),
-    [
-        (torch.tensor([3, 1]), [3, 1]),
-        (np.array([3, 1]), [3, 1]),
-        ([torch.tensor([3, 1]), torch.zeros(2, 5)], [3, 1]),
-        ({"index": torch.tensor([[3], [1]]), "x": torch.zeros(2)}, [3, 1]),
-        (["a", "b"], ["a", "b"]),
-        ("a", ["a"]),
-        (7, [7]),
-        (None, [digest(None)]),
-        ((), [digest(())]),
-        (torch.zeros(2, 3), [digest(torch.zeros(3))] * 2),
-        (torch.tensor([[1, 2], [1, 3]]), [digest(torch.tensor([1, 2])), digest(torch.tensor([1, 3]))]),
-        (torch.tensor([1.5, float("nan")]), [1.5, "nan"]),
-    ],
-    ids=str,
-)
-def test_the_default_identity(batch: Any, ids: list[Any]) -> None:
-    assert Naming()(batch) == ids
 
 
 def test_batches_are_split_into_samples() -> None:
