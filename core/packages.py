@@ -27,12 +27,16 @@ class Package:
         distributions: the names under which it is published; the first one installed counts.
         tested: the first and the last series of versions that the tests ran with, such as ("2.4", "2.6"). The last
             series is tested as a whole: 2.6 stands for 2.6.0 and 2.6.9.
+        oldest: the first version that has what is needed, such as "1.0".
 
     Warns:
         MidepochWarning: the installed version was not tested.
+
+    Raises:
+        UnsupportedSourceError: it is older than `oldest`. An unknown one is not.
     """
 
-    def __init__(self, name: str, distributions: tuple[str, ...], tested: tuple[str, str]) -> None:
+    def __init__(self, name: str, distributions: tuple[str, ...], tested: tuple[str, str], oldest: str = "0") -> None:
         self.name, self._distributions, self.tested = name, distributions, tested
         self.distribution, self.version = _installed(distributions)
         first, last = map(_numbers, tested)
@@ -45,16 +49,9 @@ class Package:
                 "source"
             )
 
-    def check_age(self, first: str) -> None:
-        """Check that the installed version is not older than `first`, such as "1.0". One that is unknown is not.
-
-        Raises:
-            UnsupportedSourceError: it is older.
-        """
-        here, oldest = _numbers(self.version), _numbers(first)
-        if here and here[: len(oldest)] < oldest:
+        if here and here < _numbers(oldest):
             raise UnsupportedSourceError(
-                f"{self.name} {self.version} is installed, and midepoch needs {first} or later: {self.cure}"
+                f"{name} {self.version} is installed, and midepoch needs {oldest} or later: {self.cure}"
             )
 
     @property

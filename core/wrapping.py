@@ -7,7 +7,7 @@ import itertools
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Any, Literal, TypedDict, Unpack, cast
@@ -134,8 +134,9 @@ def wrap(
 
 def _is_loader(value: Any) -> bool:
     """Whether it is a DataLoader, or a loader of a package that midepoch has an adapter for."""
-    packages = (each for each in BACKENDS if each.package is not None and not each.holds)
-    return issubclass(type(value), DataLoader) or any(each.recognises(value) for each in _loaded(packages, value))
+    packages = (each for each in BACKENDS if each.package is not None and not each.holds and _may_be_of(each, value))
+    adapters = (pkgutil.resolve_name(each.adapter) for each in packages)
+    return issubclass(type(value), DataLoader) or any(each.recognises(value) for each in adapters)
 
 
 def _adapter_for(source: Any, options: Options) -> Adapter:
@@ -175,11 +176,6 @@ def _adapter_for(source: Any, options: Options) -> Adapter:
         f"a {type(source).__name__} cannot be iterated: pass a loader, a dataset, a list of batches or a generator "
         "function"
     )
-
-
-def _loaded(backends: Iterable[Backend], source: Any) -> Iterator[Any]:
-    """The adapters of the backends that the source may be of, imported one after the other."""
-    return (pkgutil.resolve_name(each.adapter) for each in backends if _may_be_of(each, source))
 
 
 def _may_be_of(backend: Backend, source: Any) -> bool:

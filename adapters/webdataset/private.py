@@ -12,8 +12,7 @@ from midepoch.packages import Package
 
 __all__ = ["BATCHED", "SAMPLEWISE", "SHUFFLE", "UNBATCH", "cat_files", "path_of"]
 
-_WEBDATASET = Package("webdataset", ("webdataset",), ("1.0", "1.0"))
-_WEBDATASET.check_age("1.0")  # before, pipelines consisted of other parts
+_WEBDATASET = Package("webdataset", ("webdataset",), ("1.0", "1.0"), "1.0")  # before, pipelines had other parts
 
 
 def _filter(name: str) -> Any:

@@ -79,7 +79,6 @@ class _SequentialEpoch:
         return np.arange(*bounds(positions, self._size), dtype=np.int64)
 
     def position_of(self, index: int) -> int:
-        """As `midepoch.order.described.Invertible`."""
         return index
 
 
@@ -101,7 +100,6 @@ class _SortedEpoch:
         return table[start:stop]
 
     def position_of(self, index: int) -> int:
-        """As `midepoch.order.described.Invertible`."""
         return permutation(self._size, self._key).position_of(index)
 
 
@@ -116,5 +114,4 @@ class _FeistelEpoch(ComputedEpoch):
         return self._permutation.at(positions)
 
     def position_of(self, index: int) -> int:
-        """As `midepoch.order.described.Invertible`."""
         return self._permutation.position_of(index)

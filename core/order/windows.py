@@ -99,7 +99,6 @@ class _WindowedEpoch(ComputedEpoch):
         return blocks.samples_at(places)
 
     def position_of(self, index: int) -> int:
-        """As `midepoch.order.described.Invertible`."""
         blocks, layers = self._build()
         place = blocks.place_of(index)
         for layer in reversed(layers):

@@ -264,28 +264,25 @@ class Streams:
             start = self._enter(self._used if self._known else _ALL, notes or not self._known or bool(missed))
             try:
                 batch = call(start)
-            except Exception:
+            except BaseException as error:
                 missed = self._leave()[1]
-                if not missed:
-                    raise
-            except BaseException:
-                self._leave()
-                raise
-            else:
-                before = missed
-                used, missed = self._leave()
-                if before and not before & used:
-                    warn(
-                        "code of the source drew random numbers for a batch when it was first read, and none when it "
-                        "was read again: it caches random numbers, which will differ after a resume; use "
-                        "midepoch.sample_generator(), or draw new numbers for every sample"
-                    )
-                if missed or (self.first and self.made_late()):
+                if missed and isinstance(error, Exception):  # perhaps of numbers that were not seeded
                     continue
-                self._until_look -= not notes  # a sample that is looked at is no batch
-                if not self._until_look:
-                    self._look_again()
-                return batch
+                raise
+            before = missed
+            used, missed = self._leave()
+            if before and not before & used:
+                warn(
+                    "code of the source drew random numbers for a batch when it was first read, and none when it was "
+                    "read again: it caches random numbers, which will differ after a resume; use "
+                    "midepoch.sample_generator(), or draw new numbers for every sample"
+                )
+            if missed or (self.first and self.made_late()):
+                continue
+            self._until_look -= not notes  # a sample that is looked at is no batch
+            if not self._until_look:
+                self._look_again()
+            return batch
 
     def drew(self) -> bool:
         """Whether code has drawn since the last sample was begun, in a batch that `notes`."""
