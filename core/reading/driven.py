@@ -24,7 +24,7 @@ from ..order.keys import derive_key, extend_key
 from ..randomness.streams import Purpose, Start, Streams
 from ..samplers import MaterializedEpoch, MaterializedOrder, length_of
 from ..trying import Finding
-from .exposed import Deviation, Path, StandInPass
+from .exposed import Deviation, StandInPass
 from .indexed import as_list, spans
 from .units import UnitReader, Units
 
@@ -34,7 +34,7 @@ __all__ = ["DrivenReader", "DrivenRequest", "SamplerDriven", "driven_requests"]
 class SamplerDriven:
     """An iterable dataset that exposes samplers, and the order that each of them stands for."""
 
-    def __init__(self, dataset: Any, orders: Mapping[Path, Order | MaterializedOrder]) -> None:
+    def __init__(self, dataset: Any, orders: Mapping[str, Order | MaterializedOrder]) -> None:
         self.dataset, self.orders = dataset, dict(orders)
         self._listed = [each for each in self.orders.values() if isinstance(each, MaterializedOrder)]
 
@@ -209,7 +209,7 @@ class DrivenReader(UnitReader):
 
     def __init__(self, driven: SamplerDriven, collate: Callable[[Any], Any], single: bool, streams: bool) -> None:
         super().__init__(driven.dataset, collate, single, streams)
-        self._paths = list(driven.orders)
+        self._names = list(driven.orders)
         self._counted = False  # draws, in this dataset. If not, those of a request come from a state
         self._pass: Any = None
 
@@ -224,13 +224,13 @@ class DrivenReader(UnitReader):
         try:
             with self._streams or Streams(self.dataset) as start:  # of the caller's generators, nothing is consumed
                 start(derive_key(Purpose.OPENING, seed, 0))
-                source = StandInPass(self.dataset, self._paths)
+                source = StandInPass(self.dataset, self._names)
                 for sampler, indices in zip(source.samplers, driven.indices(seed, 0), strict=True):
                     sampler.put(indices)
                 start(derive_key(Purpose.SAMPLE, seed, 0, 0))
                 next(source.iterator)  # leaves nothing in the dataset
         except StopIteration:
-            draws = (1,) * len(self._paths)
+            draws = (1,) * len(self._names)
             if not driven.size(draws, seed, 0):
                 return draws
             raise self._error("gave no sample where its samplers have indices, or takes one in its __iter__") from None
@@ -274,7 +274,7 @@ class DrivenReader(UnitReader):
     def _open(self, request: DrivenRequest) -> None:
         with self._under() as start:
             start(derive_key(Purpose.OPENING, request.seed, request.epoch))
-            self._pass = StandInPass(self.dataset, self._paths)
+            self._pass = StandInPass(self.dataset, self._names)
         if self._streams is not None:
             self._streams.begin_pass(self._pass.iterator)
         self._source, self._opened = Units(self._pass), request[:3]

@@ -15,50 +15,23 @@ from torch.utils.data import Sampler
 
 from .private import is_place_holder
 
-__all__ = ["RAW", "Deviation", "Path", "StandIn", "StandInPass", "exposed_samplers", "raw_copy"]
+__all__ = ["RAW", "Deviation", "StandIn", "StandInPass", "exposed_samplers", "raw_copy"]
 
 RAW = "_midepoch_raw"
 """Set on a copy of a dataset to use the class's own ``__iter__`` instead of that of `StatefulIterable`."""
 
-Path = tuple[str, ...] | tuple[str, Any]
-"""Where a dataset holds a sampler: in an attribute, or at a key or index of an attribute."""
+
+def exposed_samplers(dataset: Any) -> dict[str, Any]:
+    """The torch Samplers in attributes of `dataset`, by name."""
+    held = getattr(dataset, "__dict__", {}).items()
+    return {name: value for name, value in held if isinstance(value, Sampler) and not is_place_holder(value)}
 
 
-def exposed_samplers(dataset: Any) -> dict[Path, Any]:
-    """The torch Samplers in attributes of `dataset`, or in a list, tuple or dict that is an attribute."""
-    found: dict[Path, Any] = {}
-    for name, value in getattr(dataset, "__dict__", {}).items():
-        if isinstance(value, Sampler):
-            if not is_place_holder(value):
-                found[(name,)] = value
-            continue
-        items: Iterable[tuple[Any, Any]] = ()
-        if isinstance(value, dict):
-            items = value.items()
-        elif isinstance(value, list | tuple) and len(value) <= _LONGEST_CONTAINER:
-            items = enumerate(value)
-        found.update({(name, key): item for key, item in items if isinstance(item, Sampler)})
-    return found
-
-
-_LONGEST_CONTAINER = 1000  # members of an attribute that is searched for samplers; longer ones hold data
-
-
-def raw_copy(dataset: Any, replace: Mapping[Path, Any]) -> Any:
-    """A shallow copy of `dataset` with some samplers replaced. `dataset` itself is unchanged."""
+def raw_copy(dataset: Any, replace: Mapping[str, Any]) -> Any:
+    """A shallow copy of `dataset` with other attributes. `dataset` itself is unchanged."""
     copied = copy.copy(dataset)
-    attributes: dict[str, Any] = {RAW: True} if hasattr(type(dataset), RAW) else {}
-    for path, value in replace.items():
-        name = path[0]
-        if len(path) == 1:
-            attributes[name] = value
-            continue
-        container: Any = attributes.get(name)
-        if container is None:
-            original = getattr(dataset, name)
-            container = attributes[name] = dict(original) if isinstance(original, dict) else list(original)
-        container[path[1]] = value
-    for name, value in attributes.items():
+    marked: dict[str, Any] = {RAW: True} if hasattr(type(dataset), RAW) else {}
+    for name, value in {**marked, **replace}.items():
         object.__setattr__(copied, name, value)
     return copied
 
@@ -124,12 +97,12 @@ class StandInPass:
 
     Args:
         dataset: the user's.
-        paths: of its samplers.
+        names: of its samplers.
     """
 
-    def __init__(self, dataset: Any, paths: Iterable[Path]) -> None:
+    def __init__(self, dataset: Any, names: Iterable[str]) -> None:
         original = exposed_samplers(dataset)
-        stand_ins = {path: StandIn(original[path]) for path in paths}
+        stand_ins = {name: StandIn(original[name]) for name in names}
         self._dataset, self.samplers = dataset, list(stand_ins.values())
         copied = raw_copy(dataset, stand_ins)
         self._read: dict[str, Any] = getattr(copied, "__dict__", {})

@@ -73,7 +73,7 @@ class IterableAdapter(Adapter):
         self._replayer: ReplayReader | None = None
         self._follow()
         stated = options.shard is not None and exposed_samplers(stream)
-        self._why = why or (f"shard={options.shard} was stated" if stated else "it exposes no samplers")
+        self._why = why or (f"shard={options.shard} was stated" if stated else "it exposes no samplers in attributes")
         self._warned = False
         self._tries = options.streams and options.verify != "off"  # with the next batch that is replayed
         # Why two passes are not compared; empty if they have been.
@@ -91,16 +91,16 @@ class IterableAdapter(Adapter):
             self.close()  # workers that are kept have the other one
             self.learned()
         samplers = exposed_samplers(self._stream) if self._may_drive else {}
-        specs = {path: interpret_sampler(each) for path, each in samplers.items()}
-        orders = {path: each.order for path, each in specs.items()}
+        specs = {name: interpret_sampler(each) for name, each in samplers.items()}
+        orders = {name: each.order for name, each in specs.items()}
         computed = [None if isinstance(each, MaterializedOrder) else each for each in orders.values()]
         held = list(map(id, samplers.values())), list(orders), computed
         if held == self._held:
             return
         self._held, self._draws, self._reader, self._replayer = held, None, None, None
         self._driven = SamplerDriven(self._stream, orders) if orders else None
-        for path, each in specs.items():
-            check_sharding(samplers[path], each.sharding)
+        for name, each in specs.items():
+            check_sharding(samplers[name], each.sharding)
             known = self.facts
             self.facts = replace(
                 known,

@@ -227,10 +227,10 @@ class Pairs(IterableDataset[Any]):
     """Two samplers: one sample draws twice from the first and once from the second."""
 
     def __init__(self, length: int) -> None:
-        self.samplers = [RandomSampler(range(2 * length)), RandomSampler(range(length))]
+        self.twice, self.once = RandomSampler(range(2 * length)), RandomSampler(range(length))
 
     def __iter__(self) -> Pairs:
-        self.iterators = [iter(sampler) for sampler in self.samplers]
+        self.iterators = [iter(self.twice), iter(self.once)]
         return self
 
     def __next__(self) -> Any:
@@ -377,7 +377,6 @@ def be_patient(patch: pytest.MonkeyPatch) -> None:
     for module in ("torch.utils.data._utils", "torch.utils.data._utils.worker", "torchdata.stateful_dataloader.worker"):
         if module in sys.modules:
             patch.setattr(f"{module}.MP_STATUS_CHECK_INTERVAL", PATIENCE)
-    patch.setattr("midepoch.reading.private._LEAVING", PATIENCE)
 
 
 def in_processes(function: Callable[..., Any], *arguments: tuple[Any, ...]) -> list[Any]:
