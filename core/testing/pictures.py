@@ -1,4 +1,4 @@
-"""Which samples each rank received before and after a cut, to be drawn."""
+"""Which samples the ranks received before and after a cut, to be drawn."""
 
 from __future__ import annotations
 
@@ -24,23 +24,20 @@ class Picture:
     cut: int  # batches of each rank before it
     worlds: tuple[int, int]  # number of ranks before the cut, and after it
     order: Samples  # the epoch's, in an uninterrupted run on one rank
-    before: tuple[Samples, ...]  # that each rank gave before the cut
-    after: tuple[Samples, ...]  # the same after the cut; empty if `problem` is set
+    before: Samples  # that the ranks gave before the cut
+    after: Samples  # the same after the cut; empty if `problem` is set
     problem: str = ""  # what went wrong, or why the loader refused
 
     @property
     def lost(self) -> Samples:
         """Samples of the epoch that no rank received."""
-        given = self._given()
-        return tuple(sample for sample in self.order if not given[sample])
+        given = {*self.before, *self.after}
+        return tuple(sample for sample in self.order if sample not in given)
 
     @property
     def repeated(self) -> Samples:
         """Samples that were given more often than the epoch has them."""
-        return tuple(self._given() - Counter(self.order))
-
-    def _given(self) -> Counter[Hashable]:
-        return Counter(sample for rank in (*self.before, *self.after) for sample in rank)
+        return tuple(Counter((*self.before, *self.after)) - Counter(self.order))
 
 
 def take_pictures(examination: Examination, *, few: bool = False) -> Iterator[list[Picture]]:
@@ -65,9 +62,9 @@ def take_pictures(examination: Examination, *, few: bool = False) -> Iterator[li
                 continue
             taken = []
             for number, cut in enumerate(cuts):
-                before = tuple(_samples(head, epoch, cut) for head in heads)
+                before = tuple(sample for head in heads for sample in _samples(head, epoch, cut))
                 failures = [str(each[number].failure) for each in resumed if each[number].failure is not None]
-                after = () if failures else tuple(_samples(each[number], 0) for each in resumed)
+                after = () if failures else tuple(sample for each in resumed for sample in _samples(each[number], 0))
                 taken.append(Picture(epoch, cut, worlds, order, before, after, next(iter(failures), "")))
             if taken:
                 yield taken

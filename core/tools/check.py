@@ -91,7 +91,7 @@ def examine(
             page.write_text(text, encoding="utf-8", errors="backslashreplace")
     shown.show([*found, *shown.grounds(report, verbose)])
     if page is not None:
-        shown.show([shown.as_text(f"The laws, and which samples each rank received around each cut: {page}")])
+        shown.show([shown.as_text(f"The laws, and which samples the ranks received around each cut: {page}")])
     return report.holds and (lenient or diagnosis.tone == "good")
 
 

@@ -104,7 +104,6 @@ def is_archive(path: Path) -> bool:
 def content_of(path: Path) -> Any:
     """What a file holds. Raises as `look`."""
     if is_archive(path):
-        _check_records(path)
         return _loaded(path)
     try:
         with path.open("rb") as file:
@@ -118,28 +117,24 @@ def content_of(path: Path) -> Any:
         ) from error
 
 
-def _check_records(path: Path) -> None:
-    """Refuse compressed records. torch.save writes none, so no record takes more memory than its file has bytes."""
+def _loaded(path: Path) -> Any:
+    names, is_bounded = "", False
     try:
+        # torch.save compresses no record, so none that it has written takes more memory than its file has bytes.
         with zipfile.ZipFile(path) as archive:
             for record in archive.infolist():
                 name = record.filename.rpartition("/")[2]
-                is_pickle = name == "data.pkl"
-                if record.compress_type != zipfile.ZIP_STORED or (is_pickle and record.file_size > _LARGEST_PICKLE):
+                is_huge = name == "data.pkl" and record.file_size > _LARGEST_PICKLE
+                if record.compress_type != zipfile.ZIP_STORED or is_huge:
                     raise ValueError(f"not of torch.save: {name[:100]!r} is compressed or huge")
-    except Exception as error:
-        raise _damaged(path, error) from error
-
-
-def _loaded(path: Path) -> Any:
-    try:
+        is_bounded = True
         return torch.load(path, weights_only=True, map_location="cpu", mmap=True)  # tensors stay on disk
     except Exception as error:
-        names = ""
         with contextlib.suppress(Exception):  # the first error is the reason
-            names = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+            names = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(path)) if is_bounded else ""
         if not names:
-            raise _damaged(path, error) from error
+            told = f"{path} is damaged ({type(error).__name__}: {str(error)[:200]}): use another"
+            raise DamagedError(told) from error
         raise _NotUnpickledError(
             f"{path} contains {names[:300]}, which midepoch does not unpickle: save the loaders' states in a file "
             "of tensors and built-in types"
@@ -152,10 +147,6 @@ class DamagedError(SnapshotError):
 
 class _NotUnpickledError(SnapshotError):
     """An undamaged file with more than midepoch unpickles."""
-
-
-def _damaged(path: Path, error: Exception) -> DamagedError:
-    return DamagedError(f"{path} is damaged ({type(error).__name__}: {str(error)[:200]}): use another")
 
 
 def _damage(path: Path) -> tuple[str, ...]:

@@ -167,7 +167,7 @@ def make_page(
     """One HTML file without script or link, of `finding`, of the `take_pictures` of each side, and of `grounds`."""
     console = Console(record=True, file=io.StringIO(), width=_WIDTH, highlight=False)
     show(found, console)
-    show([as_text("Which samples each rank received", "bold"), as_text(_COLUMNS)], console)
+    show([as_text("Which samples the ranks received", "bold"), as_text(_COLUMNS)], console)
     for heading, taken in pictures.items():
         show([Text(), as_text(heading, "bold")], console)
         drawings = [line for cuts in taken for line in _drawing(cuts)]
@@ -179,7 +179,7 @@ def make_page(
 
 
 def _drawing(cuts: Sequence[Picture]) -> Iterator[Text]:
-    """Every cut as a row. The first cut that failed, or else the middle one, also with a row for each rank."""
+    """Every cut as a row, below what became of the samples at the worst of them."""
     before, after = ("1 rank" if count == 1 else f"{count} ranks" for count in cuts[0].worlds)
     yield Text()
     title = f"epoch {cuts[0].epoch}, {before} before and {after} after"
@@ -189,40 +189,24 @@ def _drawing(cuts: Sequence[Picture]) -> Iterator[Text]:
     if not drawn:
         return
     lost, repeated = (max((getattr(each, name) for each in drawn), key=len) for name in ("lost", "repeated"))
-    told = f"{title}: {len(drawn)} cuts: at worst {len(lost)} lost and {len(repeated)} repeated"
-    yield _caption(told, lost, repeated)
+    worst = f"at worst {len(lost)} lost{_named(lost)} and {len(repeated)} repeated{_named(repeated)}"
+    told = f"{title}: {len(drawn)} cuts of {len(drawn[0].order)} samples: {worst}"
+    yield as_text(told, _TONES["bad" if lost else "warn" if repeated else "good"])
+    severity = list(_KINDS)
     for each in drawn:
-        kinds = dict.fromkeys((sample for rank in each.after for sample in rank), "after")
-        kinds |= dict.fromkeys((sample for rank in each.before for sample in rank), "before")
+        kinds = dict.fromkeys(each.after, "after") | dict.fromkeys(each.before, "before")
         kinds |= dict.fromkeys(each.repeated, "repeated") | dict.fromkeys(each.lost, "lost")
-        yield _row(f"after {each.cut}", each.order, kinds)
-    wrong = [each for each in drawn if each.lost] or [each for each in drawn if each.repeated]
-    shown = wrong[0] if wrong else drawn[len(drawn) // 2]
-    words = [f"{len(each)} {name}{_named(each)}" for each, name in ((shown.lost, "lost"), (shown.repeated, "repeated"))]
-    told = f"cut after {shown.cut} batches of each rank: {len(shown.order)} samples: {', '.join(words)}"
-    yield _caption(told, shown.lost, shown.repeated)
-    for kind, ranks in (("before", shown.before), ("after", shown.after)):
-        for rank, given in enumerate(ranks):
-            yield _row(f"rank {rank}, {kind}", shown.order, dict.fromkeys(given, kind))
-
-
-def _caption(words: str, lost: Sequence[Hashable], repeated: Sequence[Hashable]) -> Text:
-    return as_text(words, _TONES["bad" if lost else "warn" if repeated else "good"])
+        row = Text(f"after {each.cut:<12}")
+        step = -(-len(each.order) // _MOST_COLUMNS)
+        for start in range(0, len(each.order), step):
+            kind = max((kinds.get(sample, "") for sample in each.order[start : start + step]), key=severity.index)
+            row.append("█" if kind else " ", _KINDS[kind])
+        yield row
 
 
 def _named(samples: Sequence[Hashable]) -> str:
     """Their names. Of a sample that nothing but its content names there is a digest, which says nothing to anyone."""
     return f" ({some(samples)})" if samples and not any(map(items.is_digest, samples)) else ""
-
-
-def _row(label: str, order: Sequence[Hashable], kinds: Mapping[Hashable, str]) -> Text:
-    severity = list(_KINDS)
-    row = Text(f"{label:<18}")
-    step = -(-len(order) // _MOST_COLUMNS)
-    for start in range(0, len(order), step):
-        kind = max((kinds.get(sample, "") for sample in order[start : start + step]), key=severity.index)
-        row.append("█" if kind else " ", _KINDS[kind])
-    return row
 
 
 # --- inspect ------------------------------------------------------------------------------------------------------

@@ -190,23 +190,6 @@ def test_a_bad_source_is_read_as_without_midepoch_or_named(name: str, what: str)
     loader.close()
 
 
-@pytest.mark.parametrize("name", ["function", "stream", "counted", "indexed"])
-def test_a_source_that_raises_is_resumed_up_to_its_exception(name: str) -> None:
-    make, shard = SOURCES[name]
-    loader = midepoch.wrap(make("raises later"), seed=0, shard=shard)
-    batches = iter(loader)
-    first = next(batches)
-    state = loader.state_dict()
-    rest, error = _read(batches)
-    assert _is_own(error)
-    resumed = midepoch.wrap(make("raises later"), seed=0, shard=shard)
-    resumed.load_state_dict(state)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MidepochWarning)
-        again, same = _read(iter(resumed))
-    assert again == rest and _is_own(same) and first is not None
-
-
 @pytest.mark.parametrize(
     ("units", "batch_size", "drop_last"), [(13, 3, False), (20, 3, False), (12, 3, True), (30, 4, True)]
 )

@@ -212,19 +212,6 @@ class Seen(Sampler[int]):
 REMEMBERING = {"a list of its own": InPlace, "a count of passes": Passes, "what it has given": Seen}
 
 
-@pytest.mark.parametrize(("kind", "asks"), [*((kind, True) for kind in REMEMBERING), ("a count of passes", False)])
-def test_what_a_sampler_remembers_is_what_plain_passes_leave(kind: str, asks: bool) -> None:
-    plain, ours = REMEMBERING[kind](), REMEMBERING[kind]()
-    bare, loaded = loader(plain), midepoch.wrap(loader(ours), seed=1)
-    for _ in range(4):
-        if asks:
-            loaded.state_dict(), loaded.batches_left
-        given = sources.flat(sources.taken(loaded))
-        assert len(given) == len(sources.flat(sources.taken(bare)))
-    expected = vars(plain) if kind != "a list of its own" else {"indices": given}
-    assert vars(ours) == expected
-
-
 @pytest.mark.parametrize("kind", REMEMBERING)
 def test_a_sampler_that_remembers_resumes_in_any_epoch(kind: str) -> None:
     """The epochs before are listed first, in a process that has not read them."""
