@@ -6,13 +6,24 @@ import atexit
 import datetime
 import gc
 import json
+import multiprocessing
 import os
 import shutil
 import tempfile
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from support import forking
+
+# What test modules import, the slowest first; what is not installed is left out.
+IMPORTED = [
+    "ffcv.loader", "torch._dynamo", "lightning", "transformers.trainer", "scipy.stats", "matplotlib.pyplot",
+    "hypothesis", "nvidia.dali.fn", "nvidia.dali.experimental.dynamic", "cpu_torchvision", "streaming", "webdataset",
+    "ignite.engine", "albumentations", "sklearn.datasets", "torchdata.stateful_dataloader",
+]  # fmt: skip
 
 # torch's TCPStore looks up the name of each client that connects, in its one thread, and answers nobody meanwhile. A
 # lost packet to the name server cost glibc's five seconds, which is what some tests give a store: ask again earlier.
@@ -33,12 +44,24 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     TEMPORARY = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="midepoch-")
     tempfile.tempdir = None  # ask again
     atexit.register(shutil.rmtree, TEMPORARY, ignore_errors=True)
+    forking.share()
+else:
+    # Those that the laws resume in are forked too.
+    multiprocessing.set_executable(forking.executable())
 
 DURATIONS = Path(__file__).with_name("durations.json")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help="write durations.json from this run")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Fork pytest's processes from one that has imported what all test modules do, which takes 10 s of a core."""
+    python = forking.executable(*IMPORTED)
+    for spec in specs:
+        spec.python = python
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,14 +8,18 @@ NUMBA_NUM_THREADS, nor on what has been imported: then start an interpreter.
 What starts interpreters by itself is given ``executable(...)`` in place of Python's, torchrun in the variable
 PYTHON_EXEC. It imports nothing, has a process forked in its place, hands signals on to that one and ends as that one
 does; where it is killed, so is that one.
+
+All processes that have the same folder in the variable MIDEPOCH_FORKING fork from the same ones.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import gc
+import hashlib
 import importlib
 import json
 import math
@@ -45,35 +49,58 @@ def _readable(files: Iterable[Any], timeout: float | None) -> list[Any]:
     return [by_number[number] for number, _ in polled.poll(None if timeout is None else math.ceil(timeout * 1000))]
 
 
+_ALWAYS = ("torch", "midepoch")
+_STARTED: list[subprocess.Popen[bytes]] = []  # so that none is warned of as one that still runs
+
+
 @functools.cache
-def _server(modules: tuple[str, ...]) -> str:
-    """The socket of the process that has imported these, started by the first who asks; it ends with this one."""
-    folder = tempfile.mkdtemp(prefix="midepoch-fork-")
-    command = [sys.executable, __file__, f"{folder}/socket", *modules]
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-    asked = os.getpid()
+def _folder() -> str:
+    """Where the sockets are. The processes that are forked from end with whoever made it."""
+    if "MIDEPOCH_FORKING" in os.environ:
+        return os.environ["MIDEPOCH_FORKING"]
+    folder, made_by = tempfile.mkdtemp(prefix="midepoch-fork-"), os.getpid()
+    os.mkfifo(f"{folder}/alive")
+    os.open(f"{folder}/alive", os.O_RDWR)  # until this process ends; those that read from the other end are told
 
     @atexit.register
-    def end() -> None:
-        if os.getpid() == asked:
-            server.kill()
-            server.wait()
+    def remove() -> None:
+        if os.getpid() == made_by:
             shutil.rmtree(folder, ignore_errors=True)
 
-    assert server.stdout is not None
-    if server.stdout.readline() != b"ready\n":
-        raise RuntimeError(f"the process that imports {', '.join(modules)} has ended")
-    return f"{folder}/socket"
+    return folder
+
+
+def share() -> None:
+    """Let all processes that this one starts fork from the same ones as this one."""
+    os.environ["MIDEPOCH_FORKING"] = _folder()
+
+
+@functools.cache
+def _server(modules: tuple[str, ...]) -> str:
+    """The socket of the process that has imported these, started by the first who asks."""
+    address = f"{_folder()}/{hashlib.sha256(repr(modules).encode()).hexdigest()[:12]}"
+    with Path(f"{address}.lock").open("w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not Path(address).exists():
+            environment = {"OMP_NUM_THREADS": "1", **os.environ}
+            command = [sys.executable, __file__, address, *modules]
+            server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment)
+            _STARTED.append(server)
+            assert server.stdout is not None
+            if server.stdout.readline() != b"ready\n":
+                raise RuntimeError(f"the process that imports {', '.join(modules)} has ended")
+    return address
 
 
 def executable(*modules: str) -> str:
     """A program that is started as an interpreter is."""
-    address = _server(("torch", "midepoch", *modules))
-    program = Path(address).with_name("python")
+    address = _server((*_ALWAYS, *modules))
+    program = Path(f"{address}.python")
     if not program.exists():
-        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" --instead "{address}" "$@"\n')
-        program.chmod(0o755)
+        draft = program.with_suffix(f".{os.getpid()}")
+        draft.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" --instead "{address}" "$@"\n')
+        draft.chmod(0o755)
+        draft.replace(program)
     return str(program)
 
 
@@ -108,7 +135,7 @@ class Program:
             "env": dict(os.environ if env is None else env),
             "session": new_session,
         }
-        address, pipes = _server(("torch", "midepoch", *modules)), [os.pipe() for _ in range(2)]
+        address, pipes = _server((*_ALWAYS, *modules)), [os.pipe() for _ in range(2)]
         with Path(os.devnull).open(encoding="utf-8") as nothing:
             streams = [nothing.fileno(), pipes[0][1], pipes[0 if merged else 1][1]]
             self._connection, self._answers, self.pid = _ask(address, request, streams)
@@ -179,7 +206,7 @@ def run(
 # --- the process that is forked from ----------------------------------------------------------------------------------
 
 
-def _serve(address: str) -> dict[str, Any]:
+def _serve(address: str, alive: int) -> dict[str, Any]:
     """Fork a process for each that connects; returns in the forked ones, with what they are to do."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(address)
@@ -191,9 +218,9 @@ def _serve(address: str) -> dict[str, Any]:
     asked: dict[int, socket.socket] = {}
     os.write(1, b"ready\n")
     while True:
-        readers: list[Any] = [listener, ended, 0, *asked.values()]
+        readers: list[Any] = [listener, ended, alive, *asked.values()]
         ready = _readable(readers, None)
-        if 0 in ready:
+        if alive in ready:
             os._exit(0)  # whoever started this has ended
         if ended in ready:
             os.read(ended, 1 << 12)
@@ -207,20 +234,19 @@ def _serve(address: str) -> dict[str, Any]:
                 os.kill(pid, signal.SIGKILL)
         if listener in ready:
             connection, _ = listener.accept()
-            data, streams, *_ = socket.recv_fds(connection, 1 << 20, 3)
+            data, streams, *_ = socket.recv_fds(connection, 1 << 20, 250)
             while not data.endswith(b"\n"):
                 data += connection.recv(1 << 20)
+            request: dict[str, Any] = json.loads(data)
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for number, stream in enumerate(streams):
-                    os.dup2(stream, number)
                 for each in (listener, connection, *asked.values()):
                     each.close()
-                for descriptor in (ended, wake, *streams):
+                for descriptor in (ended, wake, alive):
                     os.close(descriptor)
-                request: dict[str, Any] = json.loads(data)
+                _place(streams, request.get("numbers", [0, 1, 2]))
                 return request
             for stream in streams:
                 os.close(stream)
@@ -228,11 +254,30 @@ def _serve(address: str) -> dict[str, Any]:
             connection.sendall(b"%d\n" % pid)
 
 
+def _place(streams: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give open files the numbers that they have where they come from."""
+    above = [fcntl.fcntl(stream, fcntl.F_DUPFD, 1 + max(numbers)) for stream in streams]  # none is in another's place
+    for stream in streams:
+        os.close(stream)
+    for stream, number in zip(above, numbers, strict=True):
+        os.dup2(stream, number)
+        os.close(stream)
+
+
 def _instead() -> None:
-    """Have a process forked that is this one to whoever started this one."""
-    arguments = [argument for number, argument in enumerate(sys.argv[3:]) if number or argument != "-u"]
-    request = {"arguments": arguments, "cwd": str(Path.cwd()), "env": dict(os.environ), "session": False}
-    _, answers, pid = _ask(sys.argv[2], request, [0, 1, 2])
+    """Have a process forked that is this one to whoever started this one, all its open files included."""
+    numbers = sorted(int(each.name) for each in list(Path("/proc/self/fd").iterdir()) if each.exists())
+    arguments = sys.argv[3:]
+    while arguments[0][0] == "-" and arguments[0] not in ("-c", "-m"):
+        arguments.pop(0)  # how an interpreter is started
+    request = {
+        "arguments": arguments,
+        "cwd": str(Path.cwd()),
+        "env": dict(os.environ),
+        "session": False,
+        "numbers": numbers,
+    }
+    _, answers, pid = _ask(sys.argv[2], request, numbers)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda number, _: os.kill(pid, number))
     status = os.waitstatus_to_exitcode(int(answers.readline()))
@@ -280,13 +325,15 @@ def _main() -> None:
     address, modules = sys.argv[1], sys.argv[2:]
     sys.path.insert(0, str(Path(__file__).parents[1]))
     for module in modules:
-        importlib.import_module(module)
+        with contextlib.suppress(ImportError):  # whoever needs it is told
+            importlib.import_module(module)
     import numpy as np
 
     sys.path.pop(0)
     gc.collect()
     gc.freeze()  # else a collection writes to each object, and so copies all memory
-    request = _serve(address)
+    alive = os.open(Path(address).with_name("alive"), os.O_RDONLY | os.O_NONBLOCK)
+    request = _serve(address, alive)
     if request["session"]:
         os.setsid()
     os.chdir(request["cwd"])
