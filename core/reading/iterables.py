@@ -359,6 +359,7 @@ class IterableAdapter(Adapter):
         for step in itertools.count() if run.share is None else range(run.share.steps):
             check()
             yield request._replace(step=step, skip=step < consumed, tries=self._tries and not step)
+        yield request._replace(ends=True)
 
 
 _FOLLOWS = "that its samples follow from its samplers alone is believed"

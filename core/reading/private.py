@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs  # in Python's own typing from 3.13 on
 
 __all__ = [
-    "alive", "attributes_of_torch", "caught", "end_by_kill", "end_early_workers", "gives_its_own",
-    "is_iterator", "is_place_holder", "iterates_as_torch", "iterating_by", "keep_iterator", "kept_iterator", "pinning",
-    "plain_loader", "sent_error", "show_dataset", "shut_down", "workers_of",
+    "alive", "attributes_of_torch", "end_by_kill", "end_early_workers", "gives_its_own", "is_iterator",
+    "is_place_holder", "iterates_as_torch", "iterating_by", "keep_iterator", "kept_iterator", "pinning", "plain_loader",
+    "show_dataset", "shut_down", "workers_of",
 ]  # fmt: skip
 
 
@@ -42,27 +42,6 @@ _part("DataLoader._get_iterator")
 _part("dataloader._MultiProcessingDataLoaderIter._shutdown_workers")
 _Iterator = _part("dataloader._BaseDataLoaderIter")
 _pin_memory = _part("_utils.pin_memory.pin_memory")
-_ExceptionWrapper = _part("_utils.ExceptionWrapper", torch)
-
-
-def caught() -> Any:
-    """The exception that is being handled, as torch sends it from a worker process."""
-    worker = get_worker_info()
-    where = "" if worker is None else f"in DataLoader worker process {worker.id}"
-    return _ExceptionWrapper(where=where)
-
-
-def sent_error(sent: Any) -> Exception:
-    """The exception that torch raises in place of what a worker process has sent, or the one that was not sent."""
-    if isinstance(sent, Exception):
-        return sent
-    try:
-        sent.reraise()
-    except Exception as error:  # noqa: BLE001  # whatever the user's code raised
-        return error
-    raise AssertionError("reraise() has returned")  # pragma: no cover
-
-
 _PlaceHolder: Any = getattr(torch.utils.data.dataloader, "_InfiniteConstantSampler", ())
 
 

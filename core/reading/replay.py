@@ -17,7 +17,6 @@ from ..trying import CallTrial, Finding, copy_of, tried_on_copy
 from ..world import Share, Tail, World
 from .collating import keeps_nothing
 from .exposed import RAW, raw_copy
-from .private import caught, sent_error
 from .units import UnitReader, Units, no_start
 
 __all__ = [
@@ -79,6 +78,7 @@ class ReplayRequest(NamedTuple):
         size: units in the epoch; None if unknown.
         skip: read the batch and return only its digest.
         tries: try what the source promises.
+        ends: all batches that follow from the source's length have been asked for.
     """
 
     session: int
@@ -93,6 +93,7 @@ class ReplayRequest(NamedTuple):
     size: int | None
     skip: bool = False
     tries: bool = False
+    ends: bool = False
 
 
 class Replayed(NamedTuple):
@@ -104,7 +105,7 @@ class Replayed(NamedTuple):
         correction: to the position that follows from the number of batches: negative if the global batch is short,
             positive at the end, if other ranks have received units of a last one.
         ended: there is no batch.
-        late: the error that the source raises after the last batch, in a worker as torch sends it; otherwise None.
+        fails: the source ends by an error of its own after this last batch; the next request raises it.
         passes: of comparing two passes, if the request asked for that.
         findings: what else has been found out about the source by a session's first batch.
     """
@@ -113,7 +114,7 @@ class Replayed(NamedTuple):
     digest: str
     correction: int = 0
     ended: bool = False
-    late: Any = None
+    fails: bool = False
     passes: Finding | None = None
     findings: tuple[Finding, ...] = ()
 
@@ -146,7 +147,7 @@ class ReplayReader(UnitReader):
         self._batch_size, self._drop_last, self._shared = batch_size, drop_last, shared
         self._start: Start = no_start  # while a batch is read
         self._session: int | None = None
-        self._late: Any = None  # the error in place of the source's end, as `Replayed` has it
+        self._late: Exception | None = None  # in place of the source's end
         self._prefix = PrefixDigest()
         self._unseen: dict[str, None] = {}
 
@@ -165,6 +166,11 @@ class ReplayReader(UnitReader):
         return answer
 
     def _answer(self, request: ReplayRequest) -> Replayed:
+        if request.ends:
+            late, self._late = self._late, None
+            if late is not None:
+                raise late
+            return Replayed(None, "", ended=True)
         if self._streams is not None:
             self._start = self._streams.begin(notes=True)
         try:
@@ -266,8 +272,7 @@ class ReplayReader(UnitReader):
             return Replayed(None, digest, others, ended=True)
         key = derive_key(Purpose.BATCH, request.seed, request.epoch, begin + request.rank * self._batch_size)
         batch = self._collated(own, key, self._start)
-        late, self._late = self._late, None
-        return Replayed(batch, digest, len(units) - global_batch, late=late)
+        return Replayed(batch, digest, len(units) - global_batch, fails=self._late is not None)
 
     def _check_length(self, request: ReplayRequest, reached: int, ended: bool) -> None:
         if request.size is None:
@@ -292,7 +297,7 @@ class ReplayReader(UnitReader):
         try:
             return len(self._digested(units + 1)) > units
         except Exception as error:  # noqa: BLE001  # raised where the plain loader raises it
-            self._late = error if get_worker_info() is None else caught()
+            self._late = error
             return False
 
     def _own_part(self, request: ReplayRequest, begin: int, units: list[Any]) -> list[Any]:
@@ -368,14 +373,10 @@ class ReplaySession(Session):
         self._chain, self._saves = chain, saves
         self._digest = ""
         self._ended_in_a_row = self._batches = 0
-        self._late: Exception | None = None
 
     def take(self) -> Any:
         """The next batch."""
         while self._ended_in_a_row < self._readers:
-            if self._late is not None:
-                self._ended_in_a_row = self._readers
-                raise self._late
             answer = next(self._answers)
             if answer.findings or answer.passes is not None:
                 self._learn(answer)
@@ -393,8 +394,7 @@ class ReplaySession(Session):
                         "depend on midepoch's streams or a seed alone"
                     )
                 continue
-            if answer.late is not None:  # it ends by an error of its own, after as many batches as its length says
-                self._late, self.varies = sent_error(answer.late), True
+            self.varies = answer.fails  # it is asked for one more, and ends by the source's error
             return answer.batch
         if self._consumed:
             raise SourceError(
