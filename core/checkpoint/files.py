@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import glob
-import importlib.util
 import os
 import traceback
 import uuid
@@ -35,17 +34,9 @@ class SnapshotFile:
     """The newest snapshot of one run, at an absolute path. Only rank 0 writes there, and keeps so many.
 
     `claimed`: this run may replace what is at `path`: it has loaded that, or saved there itself.
-
-    Raises:
-        SnapshotError: this system does not lock files.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
-        if importlib.util.find_spec("fcntl") is None:
-            raise SnapshotError(
-                "a Snapshot locks its file, and this system's Python has no fcntl: save loader.state_dict() in a "
-                "checkpoint of your own"
-            )
         self.path, self.claimed, self._keep = path, False, keep
         self._own: set[_Identity | None] = {None}  # the files that this run has written or loaded
         self._newest_is_sound = True
@@ -58,10 +49,11 @@ class SnapshotFile:
             OSError, RuntimeError: it cannot be written. What was there is unchanged.
         """
         self.check_owner()
-        with _locked_draft(self.path) as (draft, descriptor):
+        with _draft_of(self.path) as draft:
             with checksums():
                 torch.save(content, draft)
-            os.fsync(descriptor)
+            with draft.open("rb") as file:
+                os.fsync(file.fileno())
             try:
                 torch.load(draft, weights_only=True, mmap=True, map_location="cpu")
             except Exception as error:
@@ -203,38 +195,20 @@ def checksums() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked_draft(path: Path) -> Iterator[tuple[Path, int]]:
-    """A new file beside `path`, with its descriptor. On exit it and all abandoned drafts are removed."""
+def _draft_of(path: Path) -> Iterator[Path]:
+    """A new file beside `path`, removed on exit if it is still there.
+
+    So are all other drafts: their processes were killed, or have no business here, and cannot rename them any more.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_drafts(path)
-    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}{_DRAFT}")
-    descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            _lock(descriptor)
-        yield draft, descriptor
-    finally:
-        draft.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> None:
-    """Lock a file until it is closed. Raises OSError if another process has locked it, or its system has no locks."""
-    import fcntl  # Windows has none, and imports this module all the same
-
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _remove_drafts(path: Path) -> None:
-    """Remove the drafts that are not locked: their processes were killed."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*{_DRAFT}"):
         with contextlib.suppress(OSError):
-            descriptor = os.open(left, os.O_RDWR)
-            try:
-                _lock(descriptor)
-                left.unlink()
-            finally:
-                os.close(descriptor)
+            left.unlink()
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}{_DRAFT}")
+    try:
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _rotate(path: Path, keep: int) -> None:

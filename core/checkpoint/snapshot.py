@@ -101,7 +101,6 @@ class Snapshot:
             TypeError: there is nothing to save, a part has no state, or a name is both in `parts` and a keyword.
             ValueError: an argument is out of range, or `ledger` does not say which of several loaders are trained on.
             MidepochError: signals are wanted, but this is not the main thread.
-            SnapshotError: this system has no locks for files, as Windows.
         """
         self.path = Path.cwd() / path  # also after a change of the working directory
         if every is not None and (type(every) is not int or every < 1):

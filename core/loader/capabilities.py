@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 from ..trying import Finding
-from .notebook import table
 
 __all__ = ["Capabilities", "Capability", "with_findings", "with_then"]
 
@@ -37,9 +36,9 @@ class Capability:
         return f"{self.answer}: {self.reason}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Capabilities:
-    """What a wrapped loader promises; each answer comes with its reason in a sentence.
+    """What a wrapped loader promises; each answer comes with its reason in a sentence, a line each as text.
 
     Attributes:
         exact_order: a resumed epoch continues with exactly the samples that were left, in the same order.
@@ -59,17 +58,8 @@ class Capabilities:
     rank_independent: Capability
     skips: Capability = Capability(False, "only what is read by index, in an order of midepoch or a list, can skip")
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join(f"{field.name}: {getattr(self, field.name)}" for field in fields(self))
-
-    def _repr_html_(self) -> str:
-        """For notebooks: each promise, its answer and the reason."""
-        return table("What this loader promises", ("promise", "answer", "why"), self.rows())
-
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Of each promise its name, the answer (yes, no or believed) and the reason."""
-        answers = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        return [(name, each.answer, each.reason) for name, each in answers]
 
 
 def with_then(exact: Capability, streams: bool) -> Capability:

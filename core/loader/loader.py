@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import pkgutil
 import sys
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ from .adapter import Adapter, Options, Reach
 from .body import RUNNING, Body, check_epochs, warn_of_done
 from .capabilities import Capabilities, Capability
 from .context import RunContext
-from .notebook import table
 from .place import Place, Unknown
 from .progress import Pass, Progress
 from .source_attributes import SourceAttribute, SourceDataset, SourceSampler
@@ -166,18 +164,6 @@ class Loader(Generic[Batch]):
 
     def __repr__(self) -> str:
         return f"<midepoch {self._adapter.name} loader at epoch {self.epoch}, position {self.position}>"
-
-    def _repr_html_(self) -> str:
-        """For notebooks: where it stands, and what it promises. Reads no data."""
-        size, ranks = None, ""
-        with contextlib.suppress(MidepochError):  # a world that is half set, or several ranks whose seed is not known
-            world = self.world
-            ranks = "" if world.world_size == 1 else f", rank {world.rank} of {world.world_size}"
-            size = self._adapter.size(self.seed, self.epoch, world)
-        unit = "samples" if self.unit == "sample" else "batches"
-        of = "" if size is None else f" of {size:,} ({self.position / max(size, 1):.1%})"
-        title = f"midepoch {self._adapter.name} loader: epoch {self.epoch}, {self.position:,}{of} {unit}"
-        return table(title + ranks, ("promise", "answer", "why"), self.capabilities.rows())
 
     # --- how much there is ---
 

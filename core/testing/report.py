@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..loader.notebook import table
-
 __all__ = [
     "HOLDS", "MEANINGS", "InapplicableError", "Law", "LawError", "Outcome", "Promise", "Report", "Verdict", "combined",
     "law", "legend", "names_all", "reach",
@@ -136,7 +134,7 @@ class Promise:
     reason: str  # in a sentence
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """The result of an examination.
 
@@ -163,24 +161,13 @@ class Report:
     def __getitem__(self, law: str) -> Verdict:
         return {verdict.law: verdict for verdict in self.verdicts}[law]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = []
         for verdict in self.verdicts:
             lines.append(f"{verdict.law:<14} {verdict.status:<16} {verdict.seconds:6.2f} s  {verdict.reason}".rstrip())
             if verdict.error is not None:
                 lines.append(str(verdict.error))
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        """For notebooks: the laws in a table, each with its reason, and what was expected and got of a broken one."""
-        verdicts, broken = [*self.trials, *self.verdicts], len(self.failures)
-        rows = [
-            (each.law, each.status, each.error.place if each.error else "", str(each.error or each.reason),
-             f"{each.seconds:.2f}")
-            for each in verdicts
-        ]  # fmt: skip
-        title = f"{broken} of {len(rows)} laws and trials are broken" if broken else "every law that applies holds"
-        return table(title, ("law", "verdict", "where", "", "seconds"), rows, legend(verdicts))
 
 
 def legend(verdicts: Iterable[Verdict]) -> str:

@@ -94,7 +94,8 @@ def save(make: Callable[[], Any], cut: int) -> Saved:
                     states.insert(1, loader.state_dict())
             following = [epochs[0][cut:], epochs[1], epochs[1][cut:]]
             promised = getattr(loader, "capabilities", None)
-            answers = {} if promised is None else {name: answer for name, answer, _ in promised.rows()[:2]}
+            asked = () if promised is None else ("exact_order", "exact_augmentations")
+            answers = {name: getattr(promised, name).answer for name in asked}
             no, believed = ([each for each in answers if answers[each] == answer] for answer in ("no", "believed"))
     return Saved(states, following, told or [], ours(caught), no, believed)
 

@@ -455,15 +455,22 @@ def test_a_kill_at_any_call_of_a_save_leaves_a_sound_one(tmp_path: Path) -> None
     assert number > 8 and names(tmp_path) == ["snapshot.pt", "snapshot.pt.1", "snapshot.pt.2"]
 
 
-def test_a_draft_that_somebody_writes_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "snapshot.pt"
-    with files._locked_draft(path) as (draft, _):
-        assert draft.exists()
-        left = tmp_path / "snapshot.pt.0123456789ab.draft"
-        left.write_bytes(b"of a process that was killed")
-        Run(path).snapshot.save()
-        assert draft.exists() and not left.exists()
+def test_a_draft_of_another_process_cannot_become_the_snapshot(tmp_path: Path) -> None:
+    """Two processes write at once: one of them is told, and the other's file is whole."""
+    path, run, other = tmp_path / "snapshot.pt", Run(tmp_path / "snapshot.pt"), Run(tmp_path / "snapshot.pt")
+    save = torch.save
+
+    def meanwhile(content: Any, file: Any) -> None:
+        save(content, file)
+        with mock.patch.object(torch, "save", save):
+            other.snapshot.save()
+
+    with mock.patch.object(torch, "save", meanwhile), pytest.raises(SnapshotError, match="was not saved"):
+        run.snapshot.save()
     assert names(tmp_path) == ["snapshot.pt"]
+    other.train(2)
+    other.snapshot.save()  # the file is its own
+    assert Run(path).snapshot.load()
 
 
 # --- signals ---
