@@ -181,7 +181,7 @@ class Snapshot:
                     "loader.epochs beside a Snapshot ends an epoch without it: write `for epoch in "
                     "snapshot.epochs(n):`, which also loads, and saves the end of each body"
                 )
-            self._unfollowed.look(loaders, self.steps, in_flight, body)
+            self._unfollowed.look(loaders, in_flight, body)
         stop = bool(self._signals.received)
         if ranks.size > 1:
             stop = agreement.should_stop(ranks, self.steps, stop, f"calls step() for step {self.steps}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import warn
 from ..loader.body import Body
@@ -13,26 +13,17 @@ from ..loader.reading import Reading
 __all__ = ["Unfollowed"]
 
 
-class _Seen(NamedTuple):
-    """A pass at a step."""
-
-    reading: Reading
-    taken: int  # batches, less those in flight
-    rest: int  # batches of a resumed pass that had come to its end before, without a step
-    steps: int  # of the run
-
-
 class Unfollowed:
     """Compares the first step of this process with the next one, if that is in the same pass.
 
     Two steps tell how many batches the loop takes for one step. What the first step had taken beyond that is either
     read ahead, so a snapshot counts it as trained on, or left out by a loop that skips what the loader has skipped. If
     it is less than that many, it may be what a loop takes that steps after some batches, and not after the first ones.
-
     """
 
     def __init__(self) -> None:
-        self._first: dict[str, _Seen] | None = None
+        # By loader, at the first step: the reading, the batches taken from it, and those that the loop has taken.
+        self._first: dict[str, tuple[Reading, int, int]] | None = None
         self._before: dict[str, tuple[Any, int]] = {}
         self.is_due = False  # the next step is to be looked at
 
@@ -47,33 +38,28 @@ class Unfollowed:
         readings = {name: loader._progress.reading for name, loader in loaders.items()}
         self._before = {name: (each, each.steps) for name, each in readings.items() if each is not None}
 
-    def look(self, loaders: Mapping[str, Loader], steps: int, in_flight: int, body: Body | None) -> None:
+    def look(self, loaders: Mapping[str, Loader], in_flight: int, body: Body | None) -> None:
         """Look after a step, and warn once. `in_flight`: as `Snapshot.step` has it in this body."""
         if self._first == {}:
             return
-        seen: dict[str, _Seen] = {}
+        first, self._first, self.is_due = self._first, {}, False
         for name, loader in loaders.items():
             progress = loader._progress
-            if (reading := progress.reading) is not None and progress.context.tickets is None:
-                flying = body.in_flight_of(name, in_flight) if body else in_flight
-                seen[name] = _Seen(reading, reading.steps - flying, _rest_before(reading, loader), steps)
-        self.is_due = self._first is None and bool(seen)
-        if self._first is None:
-            self._first = seen
-            return
-        first, self._first = self._first, {}
-        for name, then in first.items():
-            now = seen.get(name)
-            if now is None or now.reading is not then.reading:
+            if (reading := progress.reading) is None or progress.context.tickets is not None:
                 continue
-            reading, before = self._before.get(name, (None, 0))
-            each, rest = divmod(now.taken - then.taken, now.steps - then.steps)
-            ahead = then.rest + then.taken - each - before * (reading is now.reading)
-            if each and not rest and ahead >= each:
+            taken = reading.steps - (body.in_flight_of(name, in_flight) if body else in_flight)
+            if first is None:
+                before, steps = self._before.get(name, (None, 0))
+                self._first[name] = reading, taken, taken + _rest_before(reading, loader) - steps * (reading is before)
+                self.is_due = True
+                continue
+            then, earlier, of_loop = first.get(name, (None, 0, 0))
+            each = taken - earlier
+            if reading is then and each and of_loop - each >= each:
                 warn(
-                    f"no step() followed {ahead} of the batches taken from {name}, and a resume would leave them out: "
-                    f"if the loop reads ahead, pass in_flight={ahead}; if it skips what was done before a resume, do "
-                    "not: the loader has skipped it"
+                    f"no step() followed {of_loop - each} of the batches taken from {name}, and a resume would leave "
+                    f"them out: if the loop reads ahead, pass in_flight={of_loop - each}; if it skips what was done "
+                    "before a resume, do not: the loader has skipped it"
                 )
 
 

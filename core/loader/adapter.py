@@ -47,12 +47,11 @@ class Facts:
         seed_is_shared: False if each process's source may have drawn a `seed` of its own. With several ranks the user
             must then state one.
         copies: how many ranks, one after the other, get the same data.
-        remembers: a session still knows its detail of earlier batches, as `in_flight` needs.
+        remembers: a session still knows its detail of earlier batches.
         reads_any_span: a session follows `Share.span` step by step, whatever spans it gives, as ``global_batch=`` asks.
-        departs: what an undisturbed epoch may have in another way than the source by itself, besides drawn numbers:
+        departs: what an undisturbed epoch may have in another way than the source by itself, for the law `transparent`:
             the "order" of its samples if that is drawn; the "tail", where batches that are not full lie; the "ranks"
-            that get a sample; the "traces" that its package leaves in it. The law `transparent` compares all else.
-            None: it cannot be read by itself.
+            that get a sample; the "traces" that its package leaves in it. None: it cannot be read by itself.
         order: that positions follow, of a source that cannot skip; None if it can, or its order is not computed.
         stated_size: of an epoch in a world, as the source's own len() says it, which trainers count by; None, or if it
             returns that: as many as there are.
@@ -83,30 +82,19 @@ class Reach(enum.Enum):
 
 @dataclass(frozen=True)
 class WitnessReport:
-    """What a reader saw of the samples that a run asked to look at.
+    """What a reader saw of the samples that a run asked to look at."""
 
-    Attributes:
-        index: of the first sample of the epoch; None if no single sample was looked at.
-        look: what this sample looked like when it was first read; None if it could not be read.
-        again: the same, after the first batch; None if not asked for.
-        expected: what the sample of the run's `expects` looks like; None if it could not be read.
-        error: why a sample could not be read; empty if it was read.
-        missing: the source has no such sample.
-        collate: what came of calling the collate function again; None if that was not to be tried.
-        keeps: the sample drew random numbers when it was first read, and none when it was read again.
-        what: what was looked at, for messages; empty for the first sample of an epoch, which its index names. Without
-            an index, it is the same in every epoch.
-    """
-
-    index: Any
-    look: SampleSummary | None
-    again: SampleSummary | None = None
-    expected: SampleSummary | None = None
-    error: str = ""
-    missing: bool = False
+    index: Any  # of the first sample of the epoch; None if no single sample was looked at
+    look: SampleSummary | None  # what this sample looked like when it was first read; None if it could not be read
+    again: SampleSummary | None = None  # the same, after the first batch; None if not asked for
+    expected: SampleSummary | None = None  # the sample of the run's `expects`; None if it could not be read
+    error: str = ""  # why a sample could not be read; empty if it was read
+    missing: bool = False  # the source has no such sample
+    # What was looked at, for messages; empty for the first sample of an epoch, which its index names. Without an index,
+    # it is the same in every epoch.
     what: str = ""
-    collate: Finding | None = None
-    keeps: bool = False
+    collate: Finding | None = None  # of calling the collate function again; None if that was not to be tried
+    keeps: bool = False  # the sample drew random numbers when it was first read, and none when it was read again
 
 
 @dataclass(frozen=True)
@@ -145,15 +133,10 @@ class Run:
 
 
 class Samples(Protocol):
-    """The samples of one epoch, each to be looked at alone, in any order.
+    """The samples of one epoch, each to be looked at alone, in any order."""
 
-    Attributes:
-        units: in the epoch: samples, or batches.
-        listed: the CRC of the epoch's list; empty if the order is computed.
-    """
-
-    units: int
-    listed: str
+    units: int  # in the epoch: samples, or batches
+    listed: str  # the CRC of the epoch's list; empty if the order is computed
 
     def indices(self, unit: int) -> list[Any]:
         """The indices of the samples in a unit."""
@@ -201,19 +184,15 @@ class Session:
 
 
 class Around(Protocol):
-    """An object around the source, as declared by ``inside=``: it passes the source's batches on.
+    """An object around the source, as declared by ``inside=``: it passes the source's batches on."""
 
-    Attributes:
-        source: the object.
-    """
-
-    source: Any
+    source: Any  # the object
 
     def session(self, inner: Session, run: Run, adapter: Adapter) -> Session:
         """A session of the object's batches. `inner`: of `adapter`, opened for `run`."""
 
     def drawing(self) -> tuple[object, ...]:
-        """The objects whose code uses random numbers, but for the source."""
+        """As `Adapter.drawing`, but for the source."""
 
     def promises(self, inner: Capabilities) -> Capabilities:
         """Those of the source, in the object's name."""
@@ -396,22 +375,23 @@ class Adapter(ABC):
 
         Cached until `learned`.
         """
-        stated = self.stated_promises
-        if self._promises is None:
-            promises, then, around = stated, self.options.then, self.around
-            if around is not None:
-                promises = replace(around.promises(promises), skips=_NOT_WHOLE)
-            if then is not None:
-                exact = with_then(promises.exact_augmentations, self.options.streams)
-                promises = replace(promises, exact_augmentations=exact, skips=_NOT_WHOLE)
-            if promises.exact_augmentations and self.options.streams:
-                others = () if around is None else around.drawing()
-                _, hopeless = find_generators(*self.drawing(), *others, *(() if then is None else (then,)))
-                if hopeless:
-                    names = ", ".join(hopeless)
-                    why = f"these generators cannot be seeded: {names}; use midepoch.sample_generator()"
-                    promises = replace(promises, exact_augmentations=Capability(False, why))
-            self._promises = with_findings(promises, self._findings)
+        promises, then, around = self.stated_promises, self.options.then, self.around
+        if self._promises is not None:
+            return self._promises
+        drawing = [*self.drawing()]
+        if around is not None:
+            promises = replace(around.promises(promises), skips=_NOT_WHOLE)
+            drawing += around.drawing()
+        if then is not None:
+            exact = with_then(promises.exact_augmentations, self.options.streams)
+            promises = replace(promises, exact_augmentations=exact, skips=_NOT_WHOLE)
+            drawing.append(then)
+        if promises.exact_augmentations and self.options.streams:
+            _, hopeless = find_generators(*drawing)
+            if hopeless:
+                why = f"these generators cannot be seeded: {', '.join(hopeless)}; use midepoch.sample_generator()"
+                promises = replace(promises, exact_augmentations=Capability(False, why))
+        self._promises = with_findings(promises, self._findings)
         return self._promises
 
     @final

@@ -149,7 +149,6 @@ class Body:
         kept: what a record has besides: what the resumed body had open, and this one has not come to yet; the loaders
             that are read ahead; those over which passes have ended; what intervals could not tell.
         dropped: the loaders with such passes that were not taken up, in this body or before it.
-        clock: see above.
         steps: the latest two: the clock, and how many batches were in flight.
     """
 
@@ -185,8 +184,7 @@ class Body:
     def pass_empty(self, name: str) -> None:
         """A pass has begun that gives nothing."""
         self.kept.empty[name] -= 1
-        began = self._tick()
-        self._add(Interval(name, began, began, self._tick(), exhausted=True))
+        self._add(Interval(name, self._tick(), self.clock, self._tick(), exhausted=True))
 
     def before_begin(self, name: str) -> None:
         """A pass is about to begin: by rule 5, what the body has gone past is left."""
@@ -310,15 +308,11 @@ class Body:
         outlived = [each.name for each in self.intervals if each.outlived and each.took]
         return [*outlived, *(each.name for each in own if each.name in self.dropped)]
 
-    @property
-    def is_read(self) -> bool:
-        """Whether a pass of this body is in the middle of its epoch."""
-        lead = self.lead
-        return lead is not None and lead.ended is None and not self.loaders[lead.name].is_at_end
-
     def waits_for_the_end(self, in_flight: int) -> bool:
         """Whether the passes of this body have ended or come to their last batches. Not if none has begun."""
-        if self.is_read or (in_flight and self.lead is not None):
+        lead = self.lead
+        is_read = lead is not None and lead.ended is None and not self.loaders[lead.name].is_at_end
+        if is_read or (in_flight and lead is not None):
             return False
         return any(not each.older for each in self.intervals) or any(each.is_at_end for each in self.loaders.values())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import StateError, UnsupportedSourceError
 from ..state.format import State
-from ..world import Share, World
+from ..world import World
 from .adapter import Adapter, Reach, Samples
 from .context import RunContext
 from .loader import Loader
@@ -79,20 +79,18 @@ class Part:
         return share is None or share.global_steps > 0
 
     def left_at(self, state: State) -> int | None:
-        """As `left`, for a loader that stands at `state`."""
+        """The batches left, for a loader that is at `state`."""
         return self._steps(state["seed"], self._place_in(state))
 
     def _steps(self, seed: int, place: Place) -> int | None:
-        adapter = self.adapter
-        adapter.prepare(place, seed, "measured")
-        share: Share | None = adapter.share(seed, place.epoch, place.position, self.loader.world, place.detail)
+        self.adapter.prepare(place, seed, "measured")
+        share = self.adapter.share(seed, place.epoch, place.position, self.loader.world, place.detail)
         return None if share is None else share.steps
 
     def samples(self, epoch: int) -> Samples | None:
         """The samples of an epoch, if they can be read one by one."""
-        adapter, seed = self.adapter, self.loader.seed
-        adapter.prepare(Place(epoch, 0), seed, "measured")
-        return adapter.samples(seed, epoch)
+        self.adapter.prepare(Place(epoch, 0), self.loader.seed, "measured")
+        return self.adapter.samples(self.loader.seed, epoch)
 
     # --- where it stands ---
 

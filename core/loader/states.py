@@ -114,44 +114,37 @@ class States:
             _mismatch("the adapter", checked["adapter"], adapter.name, "wrap the kind of source that was saved")
         if stated_seed is not None and checked["seed"] != stated_seed:
             _mismatch("the seed", checked["seed"], stated_seed, "pass that seed, or none to take over the saved one")
-        self._check_whole(checked)
+        if adapter.rank_independent and checked["detail"].startswith("{"):
+            rank = next(iter(parts.parts_in(checked["detail"], checked["world_size"])))
+            raise StateMismatchError(
+                f"this state says only which batches of rank {rank} of {checked['world_size']} are finished: save what "
+                "midepoch.gather(loader) returns (call it on every rank)"
+            )
         inside = checked["position"] > 0 or checked["detail"] or checked["omit"].startswith("done")
         # Of what each rank knows for itself, `rank_part` says which worlds can share it.
         if inside and adapter.rank_independent and not adapter.elastic and checked["world_size"] != world.world_size:
             adapter.refuse_world(checked["world_size"], world)
         adapter.prepare(Place(checked["epoch"], checked["position"]), checked["seed"], "measured")
         states.compare_fingerprints(checked["fingerprint"], self.fingerprint)
-        self._warn_of_package(checked["fingerprint"])
+        saved, here = (states.piece_of(each, "package") for each in (checked["fingerprint"], self.fingerprint))
+        if saved and here and saved != here:
+            warn(
+                f"the state was saved with {saved!r:.80}, and {here!r} is installed: another version may read it "
+                "differently; install that version, or compare the first batches"
+            )
         place = self.place(checked, world)
         size = adapter.size(checked["seed"], place.epoch, world, place.detail)
         if size is not None and place.position > size:
             _mismatch("the size", f"position {place.position}", size, "use the data that it was saved with")
         if None not in (size, checked["size"]) and checked["size"] != size:
-            cure = (
-                "use the data and the sampler that it was saved with, or start over with these; if the length follows "
-                "the epoch, set that before you load"
-            )
-            _mismatch("the size", checked["size"], size, cure)
+            cure = "use the data and the sampler that it was saved with, or start over with these; if the length "
+            _mismatch("the size", checked["size"], size, f"{cure}follows the epoch, set that before you load")
         begins = place.after()
         adapter.check_detail(place.detail, checked["seed"], begins.epoch, begins.position, world)
         Witness.parse(checked["witness"])
         parse_changed(checked["changed"])
-        self._check_omit(checked["omit"], place, size)
-        return checked, place
-
-    def _check_whole(self, state: State) -> None:
-        """Refuse what one rank alone knows of its tickets."""
-        if self._context.adapter.rank_independent and state["detail"].startswith("{"):
-            rank = next(iter(parts.parts_in(state["detail"], state["world_size"])))
-            raise StateMismatchError(
-                f"this state says only which batches of rank {rank} of {state['world_size']} are finished: save what "
-                "midepoch.gather(loader) returns (call it on every rank)"
-            )
-
-    def _check_omit(self, text: str, place: Place, size: int | None) -> None:
-        """Raise a StateError unless this source can leave out what a state leaves out."""
-        omit, can = Omit.parse(text, place.epoch), self._context.adapter.promises.skips
-        if text and (self._context.is_part or not can):
+        omit, can = Omit.parse(checked["omit"], place.epoch), adapter.promises.skips
+        if checked["omit"] and (self._context.is_part or not can):
             raise StateMismatchError(f"the state skips positions, and this source cannot ({can.reason}): load another")
         holes = omit.of(place.epoch)
         beyond = holes and size is not None and holes.stops[-1] > size
@@ -159,15 +152,7 @@ class States:
             raise StateCorruptError(
                 f"omit does not fit position {place.position} of epoch {place.epoch}, of {size}: use an undamaged state"
             )
-
-    def _warn_of_package(self, fingerprint: str) -> None:
-        """Warn where a source's package is of another version than the one that has made the state."""
-        saved, here = (states.piece_of(each, "package") for each in (fingerprint, self._fingerprint))
-        if saved and here and saved != here:
-            warn(
-                f"the state was saved with {saved!r:.80}, and {here!r} is installed: another version may read it "
-                "differently; install that version, or compare the first batches"
-            )
+        return checked, place
 
     def place(self, state: State, world: World) -> Place:
         """The place of a state, with this rank's detail."""
