@@ -59,14 +59,12 @@ class Loader(Generic[Batch]):
         if options.on_error == "next" and not adapter.jumps:
             raise UnsupportedSourceError(
                 f"on_error='next': this source ({adapter.name}) is read from its start, or from a state of its own, so "
-                "the batch after a bad one cannot be reached: leave on_error out, and let the source pass over bad "
-                "samples"
+                "the batch after a bad one cannot be reached: leave on_error out, and let the source pass over bad ones"
             )
         if options.global_batch is not None and not adapter.facts.reads_any_span:
             raise UnsupportedSourceError(
                 f"global_batch={options.global_batch}: the batches of a {adapter.name} source cannot be cut to parts "
-                "of a global batch: use a source that can be indexed, or leave global_batch out and accumulate whole "
-                "batches"
+                "of a global batch: use a source that can be indexed, or accumulate whole batches"
             )
 
     # --- what it is ---
@@ -210,10 +208,9 @@ class Loader(Generic[Batch]):
     def batches_done(self) -> int:
         """Where a progress bar starts: ``tqdm(loader, initial=loader.batches_done)``.
 
-        The number of this epoch's batches that came before, computed for this world size. It is 0 if this rank has
-        none left, because the next pass then begins the next epoch (except in the body of `epochs`, where that pass is
-        empty). If the source's length is unknown, it is a lower bound. After a `break` it still refers to the abandoned
-        epoch; the next pass starts at 0.
+        The number of this epoch's batches that came before, computed for this world size; a lower bound if the length
+        is unknown. It is 0 if this rank has none left, because the next pass then begins the next epoch (except in the
+        body of `epochs`, where that pass is empty). After a `break` it still refers to the abandoned epoch.
         """
         progress = self._progress
         if progress.next_is_empty and not progress.is_at_end:
@@ -231,10 +228,9 @@ class Loader(Generic[Batch]):
     def weight(self) -> float:
         """A factor for the loss of the batch handed out last: it turns a mean over ranks into the mean over samples.
 
-        For the mean loss of n samples here, of N in the global batch, on W ranks: n * W / N. It is 1.0 where all ranks
-        have equally many, and before the first batch. With ``global_batch=``, sum the losses of all its batches, as
-        their gradients are summed; a batch given to a rank without samples has weight 0.0. A sample that `tail` repeats
-        counts like any other.
+        For the mean loss of n samples here, of N in the global batch, on W ranks: n * W / N; before the first batch,
+        1.0. With ``global_batch=``, sum the losses of all its batches, as their gradients are summed; a batch given to
+        a rank without samples has weight 0.0. A sample that `tail` repeats counts like any other.
 
         Raises:
             UnsupportedSourceError: only reading tells how many samples the source's batches have.
@@ -245,7 +241,7 @@ class Loader(Generic[Batch]):
         if share is None:
             raise UnsupportedSourceError(
                 f"weight: only reading tells how many samples the batches of this {self._adapter.name} source have: "
-                "count the samples, sum the counts over the ranks, and divide by the sum"
+                "divide by their sum over the ranks"
             )
         return share.weight(steps - 1)
 
@@ -287,8 +283,7 @@ class Loader(Generic[Batch]):
         The world size, the batch size and the number of workers may differ if `capabilities` says so.
 
         Raises:
-            StateError: the state is damaged, of another version, or of another source. The message says what differs
-                and what to do. The loader is unchanged.
+            StateError: the state is damaged, of another version, or of another source. The loader is unchanged.
         """
         self._progress.load(state)
 
@@ -483,9 +478,10 @@ class Loader(Generic[Batch]):
 
         Raises:
             TypeError: `world` is not a World.
-            UnsupportedSourceError: `capabilities.elastic_world` says no. The loader is unchanged.
-            StateError: the source cannot say where it stands. The loader is unchanged.
-            MidepochError: this rank is about to pass over a batch that could not be read. The loader is unchanged.
+            UnsupportedSourceError: `capabilities.elastic_world` says no.
+            StateError: the source cannot say where it stands.
+            MidepochError: this rank is about to pass over a batch that could not be read. The loader is unchanged, as
+                after each of these errors.
         """
         if not isinstance(world, World):
             raise TypeError(f"reshard takes a midepoch.World, got {world!r:.80}")
@@ -555,11 +551,10 @@ class Loader(Generic[Batch]):
         """Return the next batch at the current place without taking it: the state does not move.
 
         The running pass, or the one that continues from here, returns the same batch next. A pass begun after a `break`
-        is a new epoch, and starts with that epoch's first batch.
+        starts with the next epoch's first batch.
 
         Raises:
-            StopIteration: nothing is left of this epoch, and its pass has not been told that it has ended, or its body
-                has not ended.
+            StopIteration: nothing is left of this epoch, and its pass, or its body, has not ended.
         """
         batch: Batch = self._progress.peek()
         return batch
@@ -591,10 +586,9 @@ class Loader(Generic[Batch]):
                 validate(model)
                 schedule.step()
 
-        In the body, a state saved after the last batch still stands at the end of that epoch. A run that resumes there
-        gets the same epoch again, with an empty pass over the loader, and runs the rest of the body. Before a state is
-        saved as the last thing in the body, call ``loader.seek(epoch=epoch + 1)``: the body is done. `Snapshot.epochs`
-        is the same for several loaders.
+        In the body, a state saved after the last batch is still at the end of that epoch: a run that resumes there gets
+        the same epoch again, with an empty pass, and runs the rest of the body. Before a state is saved as the last
+        thing in the body, call ``loader.seek(epoch=epoch + 1)``. `Snapshot.epochs` is the same for several loaders.
 
         Args:
             n: the number of epochs in all, those before a resume included.

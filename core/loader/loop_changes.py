@@ -34,13 +34,16 @@ class LoopChanges:
     What reading changes is not the loop's: what moved while an epoch's first batch was read is left out. Nor is what
     means something in one process alone, as paths and addresses do, or what only appears, as a cache does.
 
+    Args:
+        watches: False with ``verify="off"``: nothing is looked at, and nothing said.
+
     Attributes:
         since_saved: when the next pass began, an attribute had another value than a loaded state names, or than at the
             load.
     """
 
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
+    def __init__(self, adapter: Adapter, watches: bool) -> None:
+        self._adapter, self._watches = adapter, watches
         self._known: _Look = {}  # as the readers had it
         self._expected: _Look = {}  # of a loaded state, until a pass begins
         self._watch = Watch({})  # over the objects whose code reads in this pass
@@ -54,7 +57,7 @@ class LoopChanges:
 
     def expect(self, text: str) -> None:
         """Compare with the `text` of a loaded state when the next pass begins, and with what is held now."""
-        self._known = parse_changed(text)
+        self._known = parse_changed(text) if self._watches else {}
         self._expected = dict(self._known)
         self._watch = Watch(self._named())
         self._held, self._was_loaded = self._look(), True
@@ -68,8 +71,14 @@ class LoopChanges:
         # At a boundary the loop may have set them for the next epoch. What it has not set since the load, it has not.
         # Content tells nothing there: data may have been renewed before the load.
         held = look if inside or self._held is None else self._held
-        unset = {path: value for path, value in self._expected.items() if _of(held, path) == _of(look, path)}
-        self._warn({path: value for path, value in unset.items() if inside or not value.startswith("#")}, look)
+        differing = [
+            f"{path} was {value} for the readers, is {now} now"
+            for path, value in self._expected.items()
+            if (now := _of(look, path)) == _of(held, path) and now != value and (inside or not value.startswith("#"))
+        ]
+        if differing:
+            them = "it" if len(differing) == 1 else "them"
+            warn(f"{'; '.join(differing)}: restore {them} before the first batch")
         if self._was_loaded:  # what the loop has set since the load, it has set for this pass
             self.since_saved, self._was_loaded = self.since_saved or bool(_differing(self._held or {}, look)), False
         self._expected = {}
@@ -104,8 +113,14 @@ class LoopChanges:
             read = look if alone and inside else self._held
             self._refresh(read)
             self._note(moved, read)
-            if inside and not alone:
-                self._tell_of_workers(moved - self._by_reading - self._told)
+            if inside and not alone and (late := moved - self._by_reading - self._told):
+                # Workers read what they were started with, and those of a resume what the loop restores.
+                self._told |= late
+                warn(
+                    f"{', '.join(sorted(late)[:3])} changed after this epoch's workers started, so samples that depend "
+                    "on it may differ after a resume: change it between epochs, or share it with the workers "
+                    "(torch.Tensor.share_memory_)"
+                )
         if not inside:
             self.rest()
         return changed_text(self._known)
@@ -118,16 +133,6 @@ class LoopChanges:
     def _note(self, moved: set[str], look: _Look) -> None:
         for path in sorted(moved - self._by_reading):
             self._known[path] = _of(look, path)
-
-    def _tell_of_workers(self, moved: set[str]) -> None:
-        """Workers read what they were started with, and those of a resume what the loop restores."""
-        if moved:
-            self._told |= moved
-            names = ", ".join(sorted(moved)[:3])
-            warn(
-                f"{names} changed after this epoch's workers started, so samples that depend on it may differ after "
-                "a resume: change it between epochs, or share it with the workers (torch.Tensor.share_memory_)"
-            )
 
     def _believe(self, moved: set[str]) -> None:
         """An iterable, or a collate function, that remembers what it has read may give other batches in each pass."""
@@ -145,7 +150,7 @@ class LoopChanges:
     def _named(self) -> dict[str, Any]:
         """The objects whose code reads, by the names that messages give them."""
         source, roots = self._adapter.source, dict[str, Any]()
-        for each in self._adapter.drawing():
+        for each in self._adapter.drawing() if self._watches else ():
             names = (name for name in ("dataset", "collate_fn") if getattr(source, name, None) is each)
             roots.setdefault(next(names, type(each).__name__), each)
         return roots
@@ -163,16 +168,6 @@ class LoopChanges:
             unmet = [path for path in before.keys() - self._latest.keys() if _may_be_there(path, summary)]
             self._latest |= {path: before[path] for path in unmet}
         return self._latest
-
-    def _warn(self, expected: _Look, look: _Look) -> None:
-        differing = [
-            f"{path} was {value} for the readers, is {_of(look, path)} now"
-            for path, value in expected.items()
-            if _of(look, path) != value
-        ]
-        if differing:
-            them = "it" if len(differing) == 1 else "them"
-            warn(f"{'; '.join(differing)}: restore {them} before the first batch")
 
 
 def _differing(before: _Look, after: _Look) -> set[str]:

@@ -503,8 +503,7 @@ class Progress:
         self.reading = reading = Reading(context.session(run), run, step, remembers)
         if context.tickets is not None:
             self._begin_tickets(reading, context.tickets)
-        if (changes := self.states.changes) is not None:
-            changes.opened(self._has_done(place.epoch, place.position))
+        self.states.changes.opened(place.position > 0 or (omit is not None and self._has_done(place.epoch, 0)))
         return reading
 
     def suspend(self, bookmark: Any = None) -> None:
@@ -576,8 +575,7 @@ class Progress:
         if not reading.steps:
             if reading.run.reports:
                 self.states.see(reading.run.reports[0], reading.run.epoch)
-            if (changes := self.states.changes) is not None:
-                changes.first_batch()
+            self.states.changes.first_batch()
         return batch
 
     def finish(self) -> None:
@@ -591,8 +589,7 @@ class Progress:
             self.spent = None
             self.end_pass()
             reading.close()
-            if self.states.changes is not None:
-                self.states.changes.rest()
+            self.states.changes.rest()
 
     def close(self) -> None:
         """Stop worker processes and threads. The place stays; iterating again starts them again."""

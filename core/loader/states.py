@@ -45,14 +45,14 @@ class States:
 
     Attributes:
         expected: the witness of the loaded state, until it has been compared.
-        changes: what the loop has changed in what the readers hold; None with ``verify="off"``.
+        changes: what the loop has changed in what the readers hold.
     """
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._describe()
         self.expected: Witness | None = None
-        self.changes = LoopChanges(context.adapter) if context.options.verify != "off" else None
+        self.changes = LoopChanges(context.adapter, watches=context.options.verify != "off")
         # By epoch, of the last two from which was read. A text is made when a state asks for it.
         self._known: dict[int, str | tuple[Any, SampleSummary]] = {}
         self._varies = False  # a sample differed from one read to the next, so that no later read can be compared
@@ -98,8 +98,7 @@ class States:
         if detail:
             detail = parts.seal_detail(detail, world.rank if own else 0, fields)
             detail = parts.single_part(world.rank, detail) if own else detail
-        changes = self.changes
-        changed = "" if changes is None else changes.text(place.position > 0 and not place.at_end)
+        changed = self.changes.text(place.position > 0 and not place.at_end)
         return states.build(**fields, detail=detail, witness=witness, changed=changed, omit=omit)
 
     def check(self, state: State, world: World) -> tuple[State, Place]:
@@ -175,11 +174,9 @@ class States:
 
     def expect(self, state: State) -> None:
         """Expect what a loaded state says of the data."""
-        self.expected, self._known = None, {}
-        if self.changes is not None:
-            self.expected = Witness.parse(state["witness"])
-            self._known = {} if self.expected is None else {self.expected.epoch: state["witness"]}
-            self.changes.expect(state["changed"])
+        self.expected = Witness.parse(state["witness"]) if self._context.options.verify != "off" else None
+        self._known = {} if self.expected is None else {self.expected.epoch: state["witness"]}
+        self.changes.expect(state["changed"])
 
     def looks(self, epoch: int) -> int:
         """How often the first sample of an epoch is to be looked at: `Run.looks`."""
@@ -200,8 +197,8 @@ class States:
             StateMismatchError: the data differ from those that the state was saved with.
         """
         if self.expected is not None:
-            meant = self.changes is not None and self.changes.since_saved  # so other data are to be expected
-            if self.expected.epoch == epoch or not meant:
+            # If the loop has changed something, other data are to be expected at a boundary.
+            if self.expected.epoch == epoch or not self.changes.since_saved:
                 _compare(self.expected, seen, epoch, self._context.options.verify)
             self.expected = None
         look, note = seen.look, self._context.adapter.note
