@@ -12,22 +12,15 @@ __all__ = ["Standings"]
 
 
 class Standings(NamedTuple):
-    """The places of all parts: the detail of a combination's state.
+    """The places of all parts: the detail of a combination's state."""
 
-    Attributes:
-        at: the combination's own (epoch, position).
-        bases: the parts' epochs when the combination's epoch began.
-        ended: bits of the parts that are known to have ended since.
-        leaving: bits of the parts that begin their next epoch when they are next read, and not sooner, because only
-            reading advances their source.
-        states: the parts' own.
-    """
-
-    at: tuple[int, int]
-    bases: list[int]
-    ended: int
+    at: tuple[int, int]  # the combination's own (epoch, position)
+    bases: list[int]  # the parts' epochs when the combination's epoch began
+    ended: int  # bits of the parts that are known to have ended since
+    # Bits of the parts that begin their next epoch when they are next read, and not sooner, because only reading
+    # advances their source.
     leaving: int
-    states: list[State]
+    states: list[State]  # the parts' own
 
     @classmethod
     def beginning(cls, epoch: int, states: list[State]) -> Standings:

@@ -37,38 +37,25 @@ _NOT_WHOLE = Capability(False, "then= and inside= work on whole batches, each of
 
 @dataclass(frozen=True)
 class Facts:
-    """What is fixed about a source, or stated by it.
+    """What is fixed about a source, or stated by it."""
 
-    Attributes:
-        unit: what positions count: samples, or whole batches if these have no constant size; or steps of all ranks.
-        batch_size: units in one batch of one rank; 1 if the unit is a batch.
-        drop_last: the source leaves out a last batch that is not full.
-        tail, seed, world: as the source itself states them (in a DistributedSampler, a generator), or None.
-        seed_is_shared: False if each process's source may have drawn a `seed` of its own. With several ranks the user
-            must then state one.
-        copies: how many ranks, one after the other, get the same data.
-        remembers: a session still knows its detail of earlier batches.
-        reads_any_span: a session follows `Share.span` step by step, whatever spans it gives, as ``global_batch=`` asks.
-        departs: what an undisturbed epoch may have in another way than the source by itself, for the law `transparent`:
-            the "order" of its samples if that is drawn; the "tail", where batches that are not full lie; the "ranks"
-            that get a sample; the "traces" that its package leaves in it. None: it cannot be read by itself.
-        order: that positions follow, of a source that cannot skip; None if it can, or its order is not computed.
-        stated_size: of an epoch in a world, as the source's own len() says it, which trainers count by; None, or if it
-            returns that: as many as there are.
-    """
-
-    unit: Literal["sample", "batch", "step"] = "sample"
-    batch_size: int = 1
-    drop_last: bool = False
-    tail: Tail | None = None
-    seed: int | None = None
-    seed_is_shared: bool = True
-    world: World | None = None
-    copies: int = 1
-    remembers: bool = True
-    reads_any_span: bool = False
+    unit: Literal["sample", "batch", "step"] = "sample"  # what positions count; a "step" is one of all ranks
+    batch_size: int = 1  # units in one batch of one rank; 1 if the unit is a batch
+    drop_last: bool = False  # the source leaves out a last batch that is not full
+    tail: Tail | None = None  # as the source itself states it, in a DistributedSampler
+    seed: int | None = None  # likewise, in a generator
+    seed_is_shared: bool = True  # False if each process's source may have drawn its own: several ranks must state one
+    world: World | None = None  # as the source itself states it, in a DistributedSampler
+    copies: int = 1  # how many ranks, one after the other, get the same data
+    remembers: bool = True  # a session still knows its detail of earlier batches
+    reads_any_span: bool = False  # sessions follow `Share.span` step by step, as ``global_batch=`` asks
+    # What an undisturbed epoch may have in another way than the source by itself, for the law `transparent`: the
+    # "order" of its samples if that is drawn; the "tail", where batches that are not full lie; the "ranks" that get a
+    # sample; the "traces" that its package leaves in it. None: it cannot be read by itself.
     departs: frozenset[str] | None = frozenset({"order"})
-    order: Order | None = None
+    order: Order | None = None  # of positions, for a source that cannot skip; None if it can, or has no such order
+    # Of an epoch in a world, as the source's own len() says it, which trainers count by. None, or if it returns that:
+    # as many as there are.
     stated_size: Callable[[int, World], int | None] | None = None
 
 
@@ -99,36 +86,22 @@ class WitnessReport:
 
 @dataclass(frozen=True)
 class Run:
-    """Where a session starts, for whom, and under which seed.
-
-    Attributes:
-        epoch, position, seed: as in the state.
-        world: this process among those that share the data.
-        share: this rank's batches in the rest of the epoch; None if the epoch's length is unknown.
-        tail: what to do with the last samples if their number is not divisible by the world size, for sources of
-            unknown length.
-        detail: the detail of a state at this place.
-        looks: at the first sample of the epoch. 0: none. 1: once. 2: twice, compared. 3: as 2, and the collate function
-            is called twice.
-        expects: the witness of a loaded state, to be compared.
-        reports: whoever looks adds what it saw, before the first batch is handed out.
-        holes: what is left out of the epoch. The share is then one of places (`midepoch.order.holes`).
-        skipped: what no padding repeats: the holes but for what is finished.
-        session: a random number, different for each session in any process. Readers tell sessions apart by it.
-    """
+    """Where a session starts, for whom, and under which seed."""
 
     epoch: int
     position: int
     seed: int
-    world: World
-    share: Share | None
-    tail: Tail
-    detail: str
-    looks: int = 0
-    expects: Witness | None = None
+    world: World  # this process among those that share the data
+    share: Share | None  # this rank's batches in the rest of the epoch; None if the epoch's length is unknown
+    tail: Tail  # what to do with the last samples, for sources of unknown length
+    detail: str  # of a state at this place
+    looks: int = 0  # at the first sample of the epoch; 2: compare two; 3: and call the collate function twice
+    expects: Witness | None = None  # of a loaded state, to be compared
+    # Whoever looks adds what it saw, before the first batch is handed out.
     reports: list[WitnessReport] = field(default_factory=list, compare=False)
-    holes: Holes | None = None
-    skipped: Holes | None = None
+    holes: Holes | None = None  # what is left out; the share is then one of places (`midepoch.order.holes`)
+    skipped: Holes | None = None  # what no padding repeats: the holes but for what is finished
+    # A random number, different for each session in any process. Readers tell sessions apart by it.
     session: int = field(default_factory=functools.partial(random.SystemRandom().getrandbits, 62))
 
 
@@ -146,24 +119,18 @@ class Samples(Protocol):
 
 
 class Session:
-    """This rank's batches from one place on. After an error it is closed and not used again.
+    """This rank's batches from one place on. After an error it is closed and not used again."""
 
-    Attributes:
-        take: returns the next batch; raises StopIteration at the end, each time it is called. Every batch passes
-            here, so `take` may be an attribute that holds an iterator's own ``__next__``.
-        bookmark: returns a snapshot of the current position, in any form that `detail` accepts; raises StateError if
-            the source cannot say. None, where `detail` is constant or computed. If `Facts.remembers`, the loader calls
-            it before each batch, so it takes microseconds.
-        position_correction: to the position that follows from the number of batches. Only reading tells it: it is
-            positive after steps that had no batch, negative after a short last global batch. Only sessions with a
-            `bookmark` use it.
-        varies: only reading tells how many batches there are, even where the source has a length.
-    """
-
+    # Returns the next batch; raises StopIteration at the end, each time it is called. It may be an attribute that holds
+    # an iterator's own ``__next__``: every batch passes here.
     take: Callable[[], Any]
+    # Returns a snapshot of the current position, in any form that `detail` accepts; raises StateError if the source
+    # cannot say. None where `detail` is constant or computed. If `Facts.remembers`, it is called before each batch.
     bookmark: Callable[[], Any] | None = None
+    # To the position that follows from the number of batches, of sessions with a `bookmark`: positive after steps that
+    # had no batch, negative after a short last global batch.
     position_correction: int = 0
-    varies: bool = False
+    varies: bool = False  # only reading tells how many batches there are, even where the source has a length
 
     def detail(self, bookmark: Any) -> str:
         """The adapter's own part of a state at `bookmark`, which is None at the session's beginning.
@@ -203,26 +170,18 @@ Why = Literal["opened", "moved", "measured"]
 
 
 class Adapter(ABC):
-    """One source of one backend.
+    """One source of one backend."""
 
-    Attributes:
-        name: appears in states and messages. Never change it once states have it.
-        facts: what is fixed about the source, or stated by it. They may change between epochs.
-        reach: where a session can be opened without having been led there by reading, or by a state.
-        around: what passes the source's batches on; None if they are handed out as they are. Set by `wrap`.
-        changes: how often it has learned something.
-    """
-
-    name: ClassVar[str]
-    facts: Facts = Facts()
+    name: ClassVar[str]  # appears in states and messages: never change it once states have it
+    facts: Facts = Facts()  # they may change between epochs
     reach: Reach = Reach.ANYWHERE
     _changes = 0  # of all adapters: what a combination promises follows from its parts
 
     def __init__(self, source: Any, options: Options) -> None:
         self.source = source
         self.options = options
-        self.changes = 0
-        self.around: Around | None = None
+        self.changes = 0  # how often it has learned something
+        self.around: Around | None = None  # what passes the source's batches on; set by `wrap`
         self._findings: list[Finding] = []
         self._stated: Capabilities | None = None
         self._promises: Capabilities | None = None

@@ -37,35 +37,21 @@ RUNNING = (
 
 @dataclass(eq=False)
 class Interval:
-    """A pass over a loader.
+    """A pass over a loader."""
 
-    Attributes:
-        name: of the loader.
-        began, took, ended: the clock when it began, took its latest batch, and ended; `ended` is None while it is open.
-        exhausted: it ended by StopIteration, not because its iterator was freed.
-        older: begun in an earlier body, or by an iterator that was made before the body: no body makes it again.
-        outlived: its iterator was made in an earlier body.
-        stepped: the latest step before its end.
-        in_flight: batches were in flight at that step.
-        settled: the first step after its end at which none was in flight.
-        resumed: it took up the rest of a pass that was open when the resumed snapshot was saved.
-        user: a reference to the pass, which notices when that is freed.
-        body: that hears of its end; None from then on.
-    """
-
-    name: str
-    began: int
-    took: int = 0
-    ended: int | None = None
-    exhausted: bool = False
-    older: bool = False
-    outlived: bool = False
-    stepped: int = 0
-    in_flight: bool = False
-    settled: int | None = None
-    resumed: bool = False
-    user: weakref.ref[Any] | None = None
-    body: Body | None = None
+    name: str  # of the loader
+    began: int  # the clock, as in the next two
+    took: int = 0  # its latest batch
+    ended: int | None = None  # None while it is open
+    exhausted: bool = False  # it ended by StopIteration, not because its iterator was freed
+    older: bool = False  # begun in an earlier body, or by an iterator made before the body: no body makes it again
+    outlived: bool = False  # its iterator was made in an earlier body
+    stepped: int = 0  # the latest step before its end
+    in_flight: bool = False  # batches were in flight at that step
+    settled: int | None = None  # the first step after its end at which none was in flight
+    resumed: bool = False  # it took up the rest of a pass that was open when the resumed snapshot was saved
+    user: weakref.ref[Any] | None = None  # the pass; it notices when that is freed
+    body: Body | None = None  # that hears of its end; None from then on
 
     @property
     def life(self) -> float:
@@ -79,29 +65,17 @@ class Interval:
 
 @dataclass
 class Record:
-    """What a snapshot keeps of the loop over epochs in which it is saved.
+    """What a snapshot keeps of the loop over epochs in which it is saved. Loaders are named."""
 
-    Attributes:
-        epoch: whose body is running, or will be next; None without such a loop.
-        ends: without such a loop: the snapshot was saved after an epoch's last batch, by `Snapshot.step`.
-        empty: by loader, passes that the body makes again by itself, and that give nothing.
-        open: the loaders whose passes continue.
-        left: the loaders whose passes have all ended, so that the next pass begins an epoch.
-        lead: the loader of the pass that the body is in.
-        within: the loaders with open passes that began within it.
-        ahead: the loaders that are read ahead: a run that resumes may do so before its first step.
-        unknown: why a run cannot resume here; empty if it can.
-    """
-
-    epoch: int | None = None
-    ends: bool = False
-    empty: dict[str, int] = field(default_factory=dict)
-    open: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    lead: str | None = None
-    within: list[str] = field(default_factory=list)
-    ahead: list[str] = field(default_factory=list)
-    unknown: str = ""
+    epoch: int | None = None  # whose body is running, or will be next; None without such a loop
+    ends: bool = False  # without such a loop: saved after an epoch's last batch, by `Snapshot.step`
+    empty: dict[str, int] = field(default_factory=dict)  # passes that the body makes again, and that give nothing
+    open: list[str] = field(default_factory=list)  # loaders whose passes continue
+    left: list[str] = field(default_factory=list)  # whose passes have all ended, so the next one begins an epoch
+    lead: str | None = None  # the loader of the pass that the body is in
+    within: list[str] = field(default_factory=list)  # loaders with open passes that began within it
+    ahead: list[str] = field(default_factory=list)  # that are read ahead, perhaps before the first step after a resume
+    unknown: str = ""  # why a run cannot resume here; empty if it can
 
     @property
     def rests(self) -> set[str]:

@@ -17,17 +17,7 @@ __all__ = ["RunContext"]
 
 
 class RunContext:
-    """The source and its options; which ranks share the data; the seed of their order and of all random streams.
-
-    Attributes:
-        adapter, options: of the source.
-        resharded: the last world given to `Loader.reshard`.
-        last: the world of the last pass; None if any other may follow.
-        omit: the positions that epochs leave out.
-        tickets: of batches that are finished one by one; None until one is asked for.
-        is_part: the loader is part of a combination, where a batch that fails is given again unless the user states
-            otherwise, and the place stays at the end of an epoch of unknown length until the next one begins.
-    """
+    """The source and its options; which ranks share the data; the seed of their order and of all random streams."""
 
     def __init__(self, adapter: Adapter, options: Options) -> None:
         self.adapter, self.options = adapter, options
@@ -35,10 +25,12 @@ class RunContext:
         self._process_seed = process_seed()
         self._seed = options.seed if options.seed is not None else adapter.facts.seed
         self._seed_is_private = options.seed is None and not adapter.facts.seed_is_shared
-        self.resharded: World | None = None
-        self.last: World | None = None
-        self.omit = Omit()
-        self.tickets: Tickets | None = None
+        self.resharded: World | None = None  # the last world given to `Loader.reshard`
+        self.last: World | None = None  # of the last pass; None if any other may follow
+        self.omit = Omit()  # the positions that epochs leave out
+        self.tickets: Tickets | None = None  # None until one is asked for
+        # Of a combination: a batch that fails is given again unless the user states otherwise, and the place stays at
+        # the end of an epoch of unknown length until the next one begins.
         self.is_part = False
         self._then: Then | None = None  # made with the first session
 

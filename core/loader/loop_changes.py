@@ -34,12 +34,7 @@ class LoopChanges:
     What reading changes is not the loop's: what moved while an epoch's first batch was read is left out. Nor is what
     means something in one process alone, as paths and addresses do, or what only appears, as a cache does.
 
-    Args:
-        watches: False with ``verify="off"``: nothing is looked at, and nothing said.
-
-    Attributes:
-        since_saved: when the next pass began, an attribute had another value than a loaded state names, or than at the
-            load.
+    `watches`: False with ``verify="off"``: nothing is looked at, and nothing said.
     """
 
     def __init__(self, adapter: Adapter, watches: bool) -> None:
@@ -53,6 +48,7 @@ class LoopChanges:
         self._by_reading: set[str] = set()
         self._told: set[str] = set()  # what was said to move from pass to pass, or after workers had started
         self._was_loaded = False  # since the last pass
+        # When the next pass began, an attribute had another value than a loaded state names, or than at the load.
         self.since_saved = False
 
     def expect(self, text: str) -> None:

@@ -18,22 +18,15 @@ __all__ = ["Part"]
 
 
 class Part:
-    """A loader that a combination or a trainer's callback drives.
-
-    Attributes:
-        name: for messages.
-        loader: the user's.
-        progress, context, adapter: the loader's.
-        taken: batches of this part that the combination has handed out; the combination counts them.
-        pending: at most one batch, read but not handed out because another part failed.
-    """
+    """A loader that a combination or a trainer's callback drives. `name`: for messages."""
 
     def __init__(self, name: str, loader: Loader) -> None:
-        self.name, self.loader, self.taken = name, loader, 0
+        self.name, self.loader = name, loader
+        self.taken = 0  # batches of this part that the combination has handed out; the combination counts them
         self.progress = loader._progress
         self.context: RunContext = self.progress.context
         self.adapter: Adapter = self.context.adapter
-        self.pending: list[Any] = []
+        self.pending: list[Any] = []  # at most one batch, read but not handed out because another part failed
         self._pass: Iterator[Any] = iter(loader)
 
     @property

@@ -26,20 +26,13 @@ LATER = "later"
 
 
 class Place(NamedTuple):
-    """One place in the data. It is replaced, never changed.
+    """One place in the data. It is replaced, never changed."""
 
-    Attributes:
-        epoch: counted from 0.
-        position: units of this epoch that all ranks together have received.
-        detail: the adapter's own part, if these two numbers are not enough to find the place; empty for most sources.
-            Or `Unknown`.
-        at_end: the epoch's last batch was handed out, but the epoch has not ended. The detail is then that of the next
-            epoch's beginning.
-    """
-
-    epoch: int
-    position: int
+    epoch: int  # counted from 0
+    position: int  # units of this epoch that all ranks together have received
+    # The adapter's own part, if these two numbers do not say all; empty for most sources. Or `Unknown`.
     detail: str = ""
+    # The epoch's last batch was handed out, but the epoch has not ended. The detail is that of the next one.
     at_end: bool = False
 
     def known(self) -> Place:

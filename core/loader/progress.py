@@ -62,12 +62,6 @@ class Pass:
 
     The loader holds no reference to the pass, so a ``break`` leaves no cycle, in which the garbage collector might wait
     for worker processes that nothing has told to end.
-
-    Attributes:
-        reading: the open session, if the next batch can be taken from it without a check.
-        made_in: the body in which its iterator was made.
-        interval: for the record of a body.
-        resharded: the rest of its epoch was divided anew.
     """
 
     __slots__ = ("__weakref__", "_progress", "interval", "made_in", "phase", "reading", "resharded")
@@ -76,9 +70,9 @@ class Pass:
         self._progress, self.phase, self.made_in = progress, Phase.NEW, progress.body
         if progress.body is None:
             progress.waiting = weakref.ref(self)
-        self.reading: Reading | None = None
-        self.interval: Interval | None = None
-        self.resharded = False
+        self.reading: Reading | None = None  # the open session, if the next batch can be taken from it without a check
+        self.interval: Interval | None = None  # for the record of a body
+        self.resharded = False  # the rest of its epoch was divided anew
 
     def __iter__(self) -> Self:
         return self
@@ -111,43 +105,29 @@ class Pass:
 
 
 class Progress:
-    """The progress of one loader.
-
-    Attributes:
-        place: where the next batch is; while a session is open, where its first batch was.
-        reading: the open session; None while none is open, and after an epoch's last batch.
-        spent: the session of a pass that was given its epoch's last batch, and has not been told that it has ended.
-        latest: a reference to the latest pass, until that has been told that it has ended; `_none` if there is none.
-        waiting: likewise, to the latest pass whose iterator was made outside of a body.
-        new_epoch: a new pass begins a new epoch, because batches of this one were handed out. After a load or a seek it
-            continues at the place.
-        loaded: the loaded state, until another place is sought or its epoch is given up.
-        origin: where a rollback leads; None as long as nothing was loaded, sought or read.
-        committed: the committed state, None before the first commit.
-        failed: why the batches after the place could not be read, since a batch was handed out.
-        history: the places before the latest batches.
-        body: that of an `epochs` loop; None outside.
-    """
+    """The progress of one loader."""
 
     def __init__(self, context: RunContext, states: States) -> None:
         self.context, self.states = context, states
-        self.place = Place(0, 0)
-        self.origin: Place | None = None
-        self.loaded: State | None = None
-        self.committed: State | None = None
+        self.place = Place(0, 0)  # of the next batch; while a session is open, of its first one
+        self.origin: Place | None = None  # where a rollback leads; None if nothing was loaded, sought or read
+        self.loaded: State | None = None  # until another place is sought, or its epoch is given up
+        self.committed: State | None = None  # None before the first commit
+        # A new pass begins a new epoch, as batches of this one were handed out. After a load or a seek it continues.
         self.new_epoch = False
         self._start()
 
     def _start(self) -> None:
         """Of this process alone."""
         adapter, remember = self.context.adapter, self.context.options.remember
-        self.reading: Reading | None = None
-        self.spent: Reading | None = None
-        self.latest: Any = _none
-        self.waiting: Any = _none
-        self.failed: list[str] = []
+        self.reading: Reading | None = None  # the open session; None after an epoch's last batch, too
+        self.spent: Reading | None = None  # of a pass that was given its last batch, and was not told that it has ended
+        self.latest: Any = _none  # a reference to the latest pass, until that has been told that it has ended
+        self.waiting: Any = _none  # likewise, to the latest pass whose iterator was made outside of a body
+        self.failed: list[str] = []  # why the batches after the place could not be read, since a batch was handed out
+        # The places before the latest batches.
         self.history: History = deque(maxlen=(0 if adapter.facts.remembers else remember) or MOST_IN_FLIGHT)
-        self.body: Body | None = None
+        self.body: Body | None = None  # of an `epochs` loop; None outside
 
     def __getstate__(self) -> dict[str, Any]:
         # For trainers that start processes.

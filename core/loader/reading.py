@@ -18,22 +18,21 @@ MORE = "pass remember=, the number of batches that may be in flight, to midepoch
 class Reading:
     """A session that is open, and the batches handed out of it. `Progress.open` makes it.
 
-    Attributes:
+    Args:
         session, run: the session, and where and how it was opened.
-        steps: batches handed out of the session. Until the first one, the place is the loader's.
-        position: of the place after these batches; with holes, a place's number (`midepoch.order.holes`).
-        last_step: the step that ends the epoch on all ranks; None if unknown.
-        peeked: at most one entry: the batch that `peek` returned, and the session's bookmark from before it.
-        bookmarks: the session is asked for a bookmark before each batch, and for its correction after it.
         global_batch: units by which a batch moves the position.
+        bookmarks: the session is asked for a bookmark before each batch, and for its correction after it.
     """
 
     def __init__(self, session: Session, run: Run, global_batch: int, bookmarks: bool) -> None:
         share = run.share
         self.session, self.run = session, run
-        self.steps, self.global_batch = 0, global_batch
+        self.steps = 0  # batches handed out of the session; until the first one, the place is the loader's
+        self.global_batch = global_batch
+        # Of the place after these batches; with holes, a place's number (`midepoch.order.holes`).
         self.position = run.position if run.holes is None else self.start
-        self.last_step = None if share is None else share.global_steps
+        self.last_step = None if share is None else share.global_steps  # which ends the epoch on all ranks
+        # At most one: the batch that `peek` returned, and the session's bookmark from before it.
         self.peeked: list[tuple[Any, Any]] = []
         self.bookmarks = (bookmarks and session.bookmark is not None) or isinstance(share, MicroShare)
 

@@ -41,17 +41,12 @@ _OF_KEPT = (
 
 
 class States:
-    """The states of one loader.
-
-    Attributes:
-        expected: the witness of the loaded state, until it has been compared.
-        changes: what the loop has changed in what the readers hold.
-    """
+    """The states of one loader."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._describe()
-        self.expected: Witness | None = None
+        self.expected: Witness | None = None  # of the loaded state, until it has been compared
         self.changes = LoopChanges(context.adapter, watches=context.options.verify != "off")
         # By epoch, of the last two from which was read. A text is made when a state asks for it.
         self._known: dict[int, str | tuple[Any, SampleSummary]] = {}
