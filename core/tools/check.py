@@ -32,26 +32,13 @@ _OF_OURS = "with midepoch"  # the heading of what is wrapped already
 
 
 def examine(
-    settings: Settings,
-    target: str,
-    laws: list[str] | None,
-    page: Path | None,
-    trials: float = 0.0,
-    seconds: float = 0.0,
-    verbose: bool = False,
-    tail_is_stated: bool = True,
-    lenient: bool = False,
-) -> bool:
+    settings: Settings, target: str, laws: list[str] | None, page: Path | None, trials: float, seconds: float,
+    verbose: bool, tail_is_stated: bool, lenient: bool,
+) -> bool:  # fmt: skip
     """Examine a loader, wrapped and bare, and show progress. Print the finding first, and write the page if asked.
 
-    Args:
-        settings: of the examination.
-        target: the loader's name.
-        laws, page, trials, seconds, verbose, lenient: as of the command, which also says their units.
-        tail_is_stated: the user says how ranks share the last samples, whatever the loader does.
-
-    Returns:
-        Whether the loader passes.
+    Args are those of the command, which also says their units. ``tail_is_stated``: the user says how ranks share the
+    last samples, whatever the loader does. Returns whether the loader passes.
 
     Raises:
         ValueError: a law is unknown, or the loader has no batch.
@@ -60,13 +47,17 @@ def examine(
     """
     names = [name for name in LAWS if laws is None or name in laws]
     tries = [each.name for each in TRIALS] if trials > 0 and "honesty" in names else []
-    if laws is not None:
-        judge(Examination(settings), laws)  # names an unknown law
+    asking = Examination(settings)
+    judge(asking, laws)  # names an unknown law
     if page is not None and (page.is_dir() or not os.access(page.parent, os.W_OK)):
         raise TargetError(f"{page} cannot be written: name a file for the page in a folder that can be")
     with _progress(4 + len(tries) + len(names) + (page is not None)) as begin:
         begin("what it is")
-        nature = _recognise(settings, target)
+        try:
+            nature: Nature = asking.run([(0, recognise, (settings, asking.options()))])[0]
+        except LawError as error:
+            told = f"{target} builds no loader: fix it, or give its parameters defaults\n{error.got}"
+            raise TargetError(told) from None
         sides = _sides(_fitted(settings, nature, tail_is_stated), nature)
         examination, begun = next(iter(sides.values())), time.monotonic()
         refused = bool(nature.refusal) and nature.side == "bare"
@@ -109,15 +100,6 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
     finally:
         if terminal:
             print(" " * 50, end="\r", file=sys.stderr, flush=True)
-
-
-def _recognise(settings: Settings, target: str) -> Nature:
-    examination = Examination(settings)
-    try:
-        nature: Nature = examination.run([(0, recognise, (settings, examination.options()))])[0]
-    except LawError as error:
-        raise TargetError(f"{target} builds no loader: fix it, or give its parameters defaults\n{error.got}") from None
-    return nature
 
 
 def _fitted(settings: Settings, nature: Nature, tail_is_stated: bool) -> Settings:

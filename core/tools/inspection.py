@@ -84,7 +84,12 @@ def look(path: str | os.PathLike[str]) -> Contents:
             facts["parts"] = [str(name)[:100] for name in parts][:100]
         if type(content.get("time")) is float:
             saved = content["time"]
-    return Contents(path, kind, saved, states, facts, _damage(path))
+    try:
+        with zipfile.ZipFile(path) as archive:
+            changed = damage_in(archive)  # a record, after it was written
+    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
+        changed = f"its records cannot be checked ({str(error)[:200]})"
+    return Contents(path, kind, saved, states, facts, (changed,) if changed else ())
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -149,16 +154,6 @@ class _NotUnpickledError(SnapshotError):
     """An undamaged file with more than midepoch unpickles."""
 
 
-def _damage(path: Path) -> tuple[str, ...]:
-    """Find a record that was changed after it was written."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            problem = damage_in(archive)
-    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
-        problem = f"its records cannot be checked ({str(error)[:200]})"
-    return (problem,) if problem else ()
-
-
 def _look_into_folder(path: Path) -> Contents:
     """Read checkpoints of trainers that write several files."""
     if (path / ".metadata").exists():
@@ -171,21 +166,21 @@ def _look_into_folder(path: Path) -> Contents:
     states: list[FoundState] = []
     problems: list[str] = []
     passed_over: list[SnapshotError] = []  # for example NumPy generators that a trainer pickled
-    read = 0
-    for file in files[:_MOST_FILES]:
+    files = files[:_MOST_FILES]
+    for file in files:
         try:
             states += find_states(file, content_of(file))
-            read += 1
         except _NotUnpickledError as error:
             passed_over.append(error)
         except SnapshotError as error:
             problems.append(str(error))
     if passed_over and not states and not problems:
         raise passed_over[0]
-    if not read and not problems:
+    if not files:
         raise SnapshotError(f"{path} has no file that ends in {', '.join(_SUFFIXES)}: name a checkpoint")
     saved = max([entry.file.stat().st_mtime for entry in states], default=path.stat().st_mtime)
-    return Contents(path, "folder", saved, tuple(states), {"files": read}, tuple(problems))
+    facts = {"files": len(files) - len(passed_over) - len(problems)}
+    return Contents(path, "folder", saved, tuple(states), facts, tuple(problems))
 
 
 # --- finding -------------------------------------------------------------------------------------------------------

@@ -84,12 +84,8 @@ def finding(target: str, kind: str, diagnosis: Diagnosis, comparison: Comparison
     """What is wrong, and the table of both sides."""
     yield as_text(f"{target} ({kind})")
     yield as_text(diagnosis.title, _TONES[diagnosis.tone])
-    if diagnosis.facts:
-        facts = Table(box=None, show_header=False, padding=(0, 1, 0, 2))
-        facts.add_column(style="dim", no_wrap=True)
-        for label, text in diagnosis.facts:
-            facts.add_row(label, as_text(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."))
-        yield facts
+    for label, text in diagnosis.facts:
+        yield as_text(f"  {label:<10} {text if len(text) <= _SHOWN else f'{text[:_SHOWN]}...'}")
     if counted := diagnosis.counted:
         yield as_text(f"{len(counted)} more fail with it: {', '.join(counted)}. Mend this first, then check again.")
     for error in diagnosis.others:
@@ -213,24 +209,22 @@ def _named(samples: Sequence[Hashable]) -> str:
 
 
 def show_contents(contents: Contents) -> None:
-    """Print a table for each state, and what is damaged."""
+    """Print the states, and what is damaged."""
     facts = [f", {name} {' '.join(of) if isinstance(of, list) else of}" for name, of in contents.facts.items()]
     told = f"{contents.path}: {contents.kind}, saved {_ago(contents.saved)}{''.join(facts)}"
     parts: list[Part] = [as_text(told)]
     parts += [as_text(f"damaged: {problem}", "bold red") for problem in contents.problems]
-    parts += [_state_table(entry, contents.path) for entry in contents.states]
+    for entry in contents.states:
+        parts += _state_lines(entry, contents.path)
     if not contents.states:
         parts.append(as_text("It contains no state of a loader that midepoch wrapped."))
     show(parts)
 
 
-def _state_table(entry: FoundState, path: Path) -> Table:
+def _state_lines(entry: FoundState, path: Path) -> Iterator[Text]:
     state = entry.state
     inside = "" if entry.file == path else f"{entry.file.relative_to(path)} "
-    title = as_text(f"{inside}{entry.name}" or "state")
-    table = Table(title=title, box=box.SIMPLE, show_header=False, title_justify="left")
-    table.add_column(style="dim")
-    table.add_column()
+    yield as_text(f"{inside}{entry.name}" or "state", "bold")
     position, size = state.get("position"), state.get("size")
     told = _short(position)
     if not entry.problem and size and isinstance(position, int):
@@ -249,9 +243,8 @@ def _state_table(entry: FoundState, path: Path) -> Table:
     if detail := state.get("detail"):
         rows["detail"] = f"{len(str(detail)):,} characters of the backend's own"
     for name, value in rows.items():
-        table.add_row(as_text(name), as_text(value))
-    table.add_row("checksum", as_text(entry.problem, "bold red") if entry.problem else Text("holds", "green"))
-    return table
+        yield as_text(f"  {name:<14} {value}")
+    yield as_text(f"  {'checksum':<14} {entry.problem or 'holds'}", "bold red" if entry.problem else "green")
 
 
 def _short(value: Any) -> str:

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch import MidepochWarning, StateCorruptError, StateMismatchError
 from midepoch.state.digest import checksum_of
 from midepoch.state.witness import LONGEST, Witness, summary_of
-from support import said, sources, witness_sources
-from support.witness_sources import SIZE, as_it_is, make, outcome, resume
+from support import sources, witness_sources
+from support.witness_sources import SIZE, make, outcome, resume
 
 PLACES = {"in mid-epoch": 3, "at the boundary": 8, "in a later epoch": 11}  # batches of 8 an epoch
 
@@ -235,27 +235,6 @@ def test_a_witness_of_another_form_is_refused(witness: Any, states: dict[str, di
     with pytest.raises(StateCorruptError):
         loader.load_state_dict(midepoch.reseal({**states["in mid-epoch"], "witness": witness}))
     assert loader.state_dict() == make().state_dict()
-
-
-# --- promises that reading disproves ----------------------------------------------------------------------------------
-
-
-class PoppedKeys(said.Popped):
-    def __getitem__(self, index: int) -> Any:
-        return {self.queue.popleft(): 1}
-
-
-@pytest.mark.parametrize(("dataset", "order", "workers"), [(PoppedKeys, False, 0), (said.Entropy, True, 2)])
-def test_an_item_that_is_no_function_of_its_index_is_told(
-    dataset: type[Dataset[Any]], order: bool, workers: int
-) -> None:
-    with midepoch.wrap(DataLoader(dataset(), 4, num_workers=workers, collate_fn=as_it_is), seed=1) as loader:
-        assert loader.capabilities.exact_order and loader.capabilities.exact_augmentations
-        with pytest.warns(MidepochWarning, match="two reads of sample 0 differ"):
-            next(iter(loader))
-        assert bool(loader.capabilities.exact_order) is order and not loader.capabilities.exact_augmentations
-        assert "two reads of sample 0" in loader.capabilities.exact_augmentations.reason
-        loader.state_dict()
 
 
 # --- looks ------------------------------------------------------------------------------------------------------------
