@@ -11,12 +11,12 @@ import operator
 import pkgutil
 import re
 import threading
-import weakref
+from collections.abc import Generator
 from typing import Any
 
 from .errors import UnsupportedSourceError, warn
 
-__all__ = ["Need", "Package", "Replacement"]
+__all__ = ["Package", "Replacement"]
 
 
 class Package:
@@ -102,28 +102,25 @@ class Replacement:
         self._users = 0
         self._lock = threading.RLock()  # the garbage collector may end one need while another is being counted
 
-    def needed(self) -> Need:
-        """Put it in place until `Need.end` is called or the returned object is dropped."""
+    def needed(self) -> Generator[None]:
+        """Put it in place until what is returned is closed or dropped. It may be closed twice."""
+        need = self._while_needed()
+        next(need)
+        return need
+
+    def _while_needed(self) -> Generator[None]:
         with self._lock:
             self._users += 1
             if self._users == 1:
                 self._theirs = getattr(self._module, self._name)
                 setattr(self._module, self._name, self._value)
-        return Need(self)
-
-    def _no_longer_needed(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users and getattr(self._module, self._name) is self._value:
-                setattr(self._module, self._name, self._theirs)
-
-
-class Need:
-    """One user's need of a `Replacement`. `end` may be called twice."""
-
-    def __init__(self, replacement: Replacement) -> None:
-        self.end = weakref.finalize(self, replacement._no_longer_needed)
-        self.end.atexit = False
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users and getattr(self._module, self._name) is self._value:
+                    setattr(self._module, self._name, self._theirs)
 
 
 def _installed(distributions: tuple[str, ...]) -> tuple[str, str]:

@@ -288,11 +288,6 @@ class MicroShare(Share):
         rest = 0 if self.drop_last else (self.size - self.start) % self.together
         return self.full_steps + -(-rest // self.global_batch)
 
-    @functools.cached_property
-    def global_steps(self) -> int:
-        """As many, and one step more where an error follows."""
-        return self.steps + self.fails
-
     def is_whole(self, steps: int) -> bool:
         """Whether so many steps from the start on make whole global batches."""
         return steps % self.micro_steps == 0 or steps == self.steps

@@ -176,7 +176,7 @@ def left_unread() -> Iterator[None]:
     try:
         yield
     finally:
-        need.end()
+        need.close()
 
 
 def last_batch(iterator: Any) -> str:

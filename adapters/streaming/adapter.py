@@ -403,7 +403,7 @@ class _CheckedPass:
         needed = private.RETRIES.needed()  # in worker processes too
         private.use_own_end_pass(self.dataset, it)
         yield from private.each_sample(self.dataset, it)
-        needed.end()
+        needed.close()
         if it.yield_index < it.total:
             _raise_ended_by_other_pass() if it.should_exit() else _raise_thread_failed()
 
@@ -581,7 +581,7 @@ class _StreamingSession(Session):
         self.take, self._answers = _nothing_left, WorkerAnswers(iter(()))  # type: ignore[method-assign]
         self._batches = iter(())
         self._end_threads()
-        self._needed.end()
+        self._needed.close()
         if _sessions.get(here := _here(self._loader.dataset)) is self:
             del _sessions[here]
 

@@ -11,7 +11,6 @@ from midepoch.errors import StateError, StateMismatchError
 from midepoch.loader.lending import loader_of
 from midepoch.loader.loader import Loader
 from midepoch.loader.saving import state_for_checkpoint
-from midepoch.packages import Need
 from midepoch.state.format import State
 from midepoch.state.parts import gather_state
 from midepoch.trainers import transformers_private as private
@@ -44,7 +43,7 @@ def feed(trainer: Trainer, loader: Loader) -> None:
     fed: Loader = found
     gathered: list[State | None] = []
     read = (-1, 0)  # the steps done when batches were read, and how many were
-    skips: list[Need] = []  # holds one while the Trainer might skip batches
+    skips: list[Any] = []  # holds one while the Trainer might skip batches
 
     class MidepochState(TrainerCallback, ExportableState):
         """Saved by the Trainer in its own state, under the name of this class."""

@@ -106,14 +106,14 @@ def test_a_replacement_is_there_while_anybody_needs_it() -> None:
     assert module.name == "theirs"
     first, second = replacement.needed(), replacement.needed()
     assert module.name == "ours"
-    first.end()
-    first.end()
+    first.close()
+    first.close()
     assert module.name == "ours"
     del second  # a user that was dropped needs nothing
     assert module.name == "theirs"
     third = replacement.needed()
     module.name = "somebody else's"
-    third.end()
+    third.close()
     assert module.name == "somebody else's"
 
 
