@@ -44,7 +44,7 @@ def appearance(value: Any) -> tuple[Any, ...]:
 class DatasetAttributes:
     """The attributes of a dataset, and of the one inside it, if there is one, as they are when this is made.
 
-    Only numbers, texts and tuples of them count.
+    Only numbers, texts and tuples of them count. As a context it sets them back.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -54,6 +54,12 @@ class DatasetAttributes:
     def changed(self) -> list[str]:
         """The names of those that have other values now, or are new."""
         return sorted({name for now, before in self._held for name in _changed(now, before)})
+
+    def __enter__(self) -> DatasetAttributes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.set_back()
 
     def set_back(self) -> None:
         """Let them be as they were."""

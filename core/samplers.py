@@ -126,7 +126,7 @@ class MaterializedOrder:
         """Of an epoch, as the sampler's own len says it, listed or not; None if it has none."""
         if self._pure:
             return length_of(self._sampler)
-        with self._set_back():
+        with DatasetAttributes(self.dataset):
             sampler = _shallow_copy(self._sampler)  # its length may follow from the epoch
             _set_epoch(sampler, epoch)
             return length_of(sampler)
@@ -240,7 +240,7 @@ class MaterializedOrder:
             self._remembers = second.crc != first.crc
             return first.crc
 
-        with self._set_back():
+        with DatasetAttributes(self.dataset):
             key = derive_key(Purpose.LISTING, seed, epoch)
             finding = tried_on_copy(copied, crc_of, key, first=summary_of(listed.crc))
         if finding.differs:
@@ -258,10 +258,10 @@ class MaterializedOrder:
 
     def _of_copy(self, seed: int, epoch: int) -> MaterializedEpoch:
         """The list of a copy, after those of the epochs that the sampler has not given, if it keeps something."""
-        copied = Copied() if self._pure else copy_of(self._sampler, Dataset)
+        copied = Copied() if self._pure else copy_of(self._sampler, Dataset)  # which shares the dataset
         self.untried = self.untried or copied.why
         sampler = copied.open() if copied.data else _shallow_copy(self._sampler)
-        with self._set_back():
+        with DatasetAttributes(self.dataset):
             for earlier in self._earlier(epoch):
                 self._list(sampler, seed, earlier)
             return self._list(sampler, seed, epoch)
@@ -283,15 +283,6 @@ class MaterializedOrder:
                 )
 
         return self._list(self._sampler, seed, epoch, look)
-
-    @contextlib.contextmanager
-    def _set_back(self) -> Iterator[None]:
-        """Set back what is set on the dataset meanwhile, such as by a copy of the sampler, which shares the dataset."""
-        before = DatasetAttributes(self.dataset)
-        try:
-            yield
-        finally:
-            before.set_back()
 
     def _list(self, sampler: Any, seed: int, epoch: int, look: Callable[[], None] = lambda: None) -> MaterializedEpoch:
         """What the sampler, or a copy, gives for an epoch, under the epoch's stream.

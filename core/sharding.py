@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,7 +101,7 @@ def sharding_of(
                 return ShardingSigns(True, f"{path} is {what}")
             alone = True
         elif isinstance(held, Iterable):  # not a trainer, for example, which knows its rank and need not shard anything
-            its_rank, its_world = _named(path, held, _is_rank), _named(path, held, _is_world_size)
+            its_rank, its_world = _named(path, held, _RANKS), _named(path, held, _WORLD_SIZES)
             if its_world is not None and its_world[1] < 2:
                 alone = True
             else:
@@ -135,15 +135,7 @@ def _held(sampler: Any) -> Iterator[tuple[str, Any]]:
         queue.extend((path + step, each) for step, each in members if not isinstance(each, _DATA))
 
 
-def _is_rank(name: str) -> bool:
-    return name.rpartition("__")[2].lstrip("_") in _RANKS  # a name with two underscores has its class before them
-
-
-def _is_world_size(name: str) -> bool:
-    return name.rpartition("__")[2].lstrip("_") in _WORLD_SIZES
-
-
-def _named(path: str, held: Any, means: Callable[[str], bool]) -> tuple[str, int] | None:
+def _named(path: str, held: Any, names: set[str]) -> tuple[str, int] | None:
     """The first attribute with one of these names and an integer, with its path.
 
     Of a product, such as `micro_batch_times_data_parallel_size`, the factor of that name.
@@ -155,6 +147,7 @@ def _named(path: str, held: Any, means: Callable[[str], bool]) -> tuple[str, int
     }
     for name, value in integers.items():
         other, times, factor = name.rpartition("_times_")
-        if means(factor) and not (times and integers.get(f"{other}_size", 0) < 1):
+        # A name with two underscores has its class before them.
+        if factor.rpartition("__")[2].lstrip("_") in names and not (times and integers.get(f"{other}_size", 0) < 1):
             return f"{path}.{name}", value // integers[f"{other}_size"] if times else value
     return None

@@ -258,16 +258,14 @@ class _AroundSession(Session):
             self._streams = Streams(*around.drawing(), devices=True)
             self._streams.begin_pass()
 
-    # --- the inner session's answers ---
+    # --- the inner session's answers, as they are after the batch that was handed out last ---
 
     @property
     def varies(self) -> bool:  # type: ignore[override]
-        """The inner session's, and where an error of the object's own follows its last batch."""
         return self._late is not None or self._inner.varies
 
     @property
     def position_correction(self) -> int:  # type: ignore[override]
-        """The inner session's after the batch that was handed out last."""
         if self._handed in self._kept:
             return self._kept[self._handed][1]
         share = self._run.share
@@ -277,18 +275,15 @@ class _AroundSession(Session):
         return min(0, share.size - self._run.position - moved)  # by which the last batch was short
 
     def bookmark(self) -> Any:
-        """The inner session's, before the batch that is to be handed out."""
         return self._kept[self._handed][0] if self._handed in self._kept else self._bookmark_inside()
 
     def _bookmark_inside(self) -> Any:
         return None if self._inner.bookmark is None else self._inner.bookmark()
 
     def detail(self, bookmark: Any) -> str:
-        """The inner session's."""
         return self._inner.detail(bookmark)
 
     def next_epoch_detail(self) -> str:
-        """The inner session's."""
         return self._inner.next_epoch_detail()
 
     def close(self) -> None:
