@@ -522,11 +522,8 @@ def test_a_state_beyond_the_end_of_a_source_is_refused(made_of: Any) -> None:
 class Counting(IterableDataset[Any]):
     """Numbers from its place on, divided among workers; it draws, and says its place."""
 
-    ahead = 0
-
     def __init__(self, size: int = 20, held: int = 0) -> None:
-        self.size, self.place, self.asked = size, 0, 0
-        self.held = held
+        self.size, self.place, self.held = size, 0, held
 
     def __iter__(self) -> Iterator[Any]:
         worker = torch.utils.data.get_worker_info()
@@ -537,30 +534,15 @@ class Counting(IterableDataset[Any]):
         self.place = 0
 
     def state_dict(self) -> dict[str, Any]:
-        self.asked += 1
-        return {"place": self.place + self.ahead, "held": list(np.random.RandomState(0).bytes(self.held))}
+        return {"place": self.place, "held": list(np.random.RandomState(0).bytes(self.held))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.place = state["place"]
 
 
-class SaysTooMuch(Counting):
-    """Its state is of two samples more than it has given."""
-
-    ahead = 2
-
-
 def counting(workers: int, kind: Any = Counting, batch_size: int | None = 3, **options: Any) -> Loader:
     source = DataLoader(kind(**options), batch_size, num_workers=workers)
     return wrap(source, seed=1, shard=False if workers > 1 else None)
-
-
-def test_a_stream_whose_state_says_too_much_is_told() -> None:
-    alone = counting(0, SaysTooMuch)
-    batches = iter(alone)
-    next(batches)
-    with pytest.warns(midepoch.MidepochWarning, match="does not restore its order"):
-        alone.state_dict()
 
 
 class Plain(IterableDataset[Any]):
@@ -653,19 +635,12 @@ def test_states_of_an_older_torchdata_are_refused_or_told(tmp_path: Path) -> Non
     command = [sys.executable, "-W", "ignore", "-c", code, str(TESTS)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(OLDER), *sys.path])}
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    versions = r"'torchdata 0\.10\.1', and 'torchdata 0\.11\.0' is installed"
     loader = own.wrapped_torchdata()
+    versions = r"'torchdata 0\.10\.1', and 'torchdata 0\.11\.0' is installed"
     with pytest.warns(midepoch.MidepochWarning, match=versions):
         loader.load_state_dict(json.loads(said))
     with pytest.raises(midepoch.SourceError, match=r"more|continues after the 3 batches"):
         taken(loader)
-    whole = own.wrapped_torchdata()
-    head, state = taken(whole, 2), whole.state_dict()
-    loader = own.wrapped_torchdata()
-    with pytest.warns(midepoch.MidepochWarning, match=versions):
-        loader.load_state_dict(json.loads(said))
-    loader.load_state_dict(state)  # its own state takes it elsewhere all the same
-    assert head + taken(loader) == taken(own.wrapped_torchdata())
 
 
 class _Pins:
@@ -1003,69 +978,50 @@ def test_ranks_that_nobody_knew_of_are_refused_when_read(workers: int, monkeypat
 # --- loads that draw ---
 
 
-class Rereading(IterableDataset[Any]):
-    """Gives 24 samples in pairs, from a buffer of which its state says the indices alone: a load reads them again.
+class RereadsLate(Plain):
+    """From its eighth sample on it holds one back, of which its state says the index alone: a load reads it again."""
 
-    The buffer holds three: always, so that the first state shows it, or from the eighth sample on.
-    """
+    size = 24
 
-    def __init__(self, always: bool) -> None:
-        self.at, self.held, self.loaded, self.always = 0, list[Any](), False, always
-
-    def read(self, index: int) -> Any:
-        return torch.tensor([float(index), float(torch.rand(()))])
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: Any = None
 
     def __iter__(self) -> Iterator[Any]:
-        if not self.loaded:
-            self.at, self.held = 0, []
-        self.loaded = False
-        while self.at < 24 or self.held:
-            enough = 3 if self.always or self.at >= 8 else 2
-            while self.at < 24 and len(self.held) < enough:
-                self.held.append(self.read(self.at))
-                self.at += 1
-            given, self.held = self.held[:2], self.held[2:]
-            yield torch.stack(given)
+        for read in super().__iter__():
+            given, self.held = (read, None) if self.place < 8 else (self.held, read)
+            if given is not None:
+                yield given
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "held": [int(each[0]) for each in self.held]}
+    def sample(self, number: int) -> Any:
+        return torch.tensor([number, torch.rand(())])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at, self.held, self.loaded = state["at"], [self.read(index) for index in state["held"]], True
+        super().load_state_dict(state)
+        self.held = None if self.place < 8 else self.sample(self.place)
 
 
-def rereading(always: bool) -> Loader:
-    source: Any = DataLoader(Rereading(always), batch_size=None)
-    return midepoch.wrap(source, seed=0)
+def test_a_load_that_draws_late_is_told_at_the_resume() -> None:
+    """The trial before the first save cannot see it. What it draws follows from the state alone, and moves nobody."""
 
+    def make() -> Loader:
+        return wrap(DataLoader(RereadsLate(), batch_size=None), seed=0)
 
-@pytest.mark.parametrize("always", [True, False])
-def test_a_load_that_draws_is_said_and_moves_nobody(always: bool) -> None:
-    """By the trial, before the first save, where the first state shows it; otherwise at the resume."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        loader = rereading(always)
+    with make() as loader:
         batches = iter(loader)
-        for _ in range(6):
-            next(batches)
-        state = loader.state_dict()
-    assert any("load_state_dict of this Rereading draws random numbers" in str(each.message) for each in told) == always
-    assert bool(loader.capabilities.exact_augmentations) != always
-    again = rereading(always)
-    again.load_state_dict(state)
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    with pytest.warns(midepoch.MidepochWarning, match=r"put the samples themselves into the state"):
-        first = next(iter(again))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not again.capabilities.exact_augmentations
-    assert again.capabilities.exact_order
-    assert first[:, 0].tolist() == next(batches)[:, 0].tolist()
-    other = rereading(always)
-    other.load_state_dict(state)
-    torch.manual_seed(4)  # what it draws follows from the state alone
-    with pytest.warns(midepoch.MidepochWarning):
-        assert torch.equal(next(iter(other)), first)
+        list(itertools.islice(batches, 12))
+        state, following = loader.state_dict(), next(batches)
+    firsts = []
+    for seed in (3, 4):
+        again = make()
+        again.load_state_dict(state)
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        with pytest.warns(midepoch.MidepochWarning, match=r"put the samples themselves into the state"):
+            firsts.append(next(iter(again)))
+        assert torch.equal(torch.get_rng_state(), before)
+        assert again.capabilities.exact_order and not again.capabilities.exact_augmentations
+    assert torch.equal(*firsts) and firsts[0][0] == following[0]
 
 
 class SaysMore(Counter):
@@ -1093,48 +1049,3 @@ def test_random_numbers_are_believed_where_no_load_was_tried() -> None:
         assert (answer.believed, "no load of a state draws" in answer.reason) == (believed, believed)
 
 
-# --- grain's own test of checkpoints ---
-
-
-class _Iterating:
-    """An iterator with grain's two methods over a wrapped loader."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-        self.batches = iter(loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self.batches)
-
-    def get_state(self) -> dict[str, Any]:
-        return self.loader.state_dict()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state)
-
-
-class _Iterated:
-    def __init__(self, source: Any) -> None:
-        self.source = source
-
-    def __iter__(self) -> _Iterating:
-        return _Iterating(wrap(self.source()))
-
-
-GRAINS: dict[str, Callable[[], Any]] = {
-    "by index": lambda: DataLoader(own.Drawing(own.SIZE), own.BATCH, shuffle=True, collate_fn=np.stack),
-    "replayed": lambda: lambda: map(np.float64, range(5)),
-    "its own state": own.grain_dataset,
-}
-
-
-@pytest.mark.parametrize("name", GRAINS)
-@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
-def test_grains_own_test_of_checkpoints_passes(name: str) -> None:
-    pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
-    from grain._src.python.testing.experimental import assert_equal_output_after_checkpoint
-
-    assert_equal_output_after_checkpoint(_Iterated(GRAINS[name]))

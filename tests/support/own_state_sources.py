@@ -329,5 +329,8 @@ TOLD: dict[str, Callable[[], Any]] = {
     "StatefulDataLoader of a stream that reads ahead": lambda: StatefulDataLoader(
         StreamDataset(ReadsAhead()), batch_size=None
     ),
+    "DataLoader of a stream that reads ahead": lambda: torch.utils.data.DataLoader(
+        StreamDataset(ReadsAhead()), batch_size=None
+    ),
 }
 """Each resumes wrongly after its first batch, by a fault of its own: the job's trial finds it."""
