@@ -101,3 +101,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     files = {name: {"seconds": round(taken), "tests": tests[name]} for name, taken in slowest}
     rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in files.items())
     DURATIONS.write_text(f'{{\n  "run": {json.dumps(run)},\n  "files": {{\n{rows}\n  }}\n}}\n')
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for the indexes of shards of each test alone."""
+    monkeypatch.setenv("MIDEPOCH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def urls(tmp_path: Path) -> list[str]:
+    """Webdataset's shards: 20 samples in five of unequal sizes, one of them empty."""
+    from support.webdataset_sources import make_shards
+
+    return make_shards(tmp_path / "shards", [4, 6, 0, 7, 3])

@@ -1049,3 +1049,48 @@ def test_random_numbers_are_believed_where_no_load_was_tried() -> None:
         assert (answer.believed, "no load of a state draws" in answer.reason) == (believed, believed)
 
 
+# --- grain's own test of checkpoints ---
+
+
+class _Iterating:
+    """An iterator with grain's two methods over a wrapped loader."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self.batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.batches)
+
+    def get_state(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+
+class _Iterated:
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __iter__(self) -> _Iterating:
+        return _Iterating(wrap(self.source()))
+
+
+GRAINS: dict[str, Callable[[], Any]] = {
+    "by index": lambda: DataLoader(own.Drawing(own.SIZE), own.BATCH, shuffle=True, collate_fn=np.stack),
+    "replayed": lambda: lambda: map(np.float64, range(5)),
+    "its own state": own.grain_dataset,
+}
+
+
+@pytest.mark.parametrize("name", GRAINS)
+@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
+def test_grains_own_test_of_checkpoints_passes(name: str) -> None:
+    pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
+    from grain._src.python.testing.experimental import assert_equal_output_after_checkpoint
+
+    assert_equal_output_after_checkpoint(_Iterated(GRAINS[name]))
