@@ -249,12 +249,9 @@ class Snapshot:
 
         Raises:
             TypeError, ValueError: n is not an int of at least 0.
-            MidepochError: such a loop is running already.
-            SnapshotError, StateError: as `load`, when the first epoch is asked for.
+            MidepochError: such a loop is running already, or as `load`; when the first epoch is asked for.
         """
         check_epochs(n)
-        if self._loop.body is not None:
-            raise MidepochError(RUNNING)
         return self._each_epoch(n)
 
     def _each_epoch(self, n: int) -> Iterator[int]:
@@ -320,14 +317,11 @@ class Snapshot:
 
         In the body of an `epochs` loop it saves at once while a pass is being read. At the last batch of a pass, after
         the pass, or when the pass was left, it saves at the end of the body instead, and says so. If that end does not
-        come, it does not save. After the loop, it saves at once.
+        come, it does not save.
 
-        While an exception is being handled (in `except`, in `finally`), the same holds, and nothing takes the place of
-        that exception: if the state of `in_flight` batches ago is not known, a warning says that the present state is
-        saved; if the save fails, a warning says why.
-
-        Once `poll` or, on a signal, `step` has raised SystemExit, it saves nothing: the snapshot stands where the run
-        goes on.
+        While an exception is being handled (in `except`, in `finally`), nothing takes the place of that exception: if
+        the state of `in_flight` batches ago is not known, a warning says that the present state is saved; if the save
+        fails, a warning says why. Once `poll` or, on a signal, `step` has raised SystemExit, it saves nothing.
 
         Args:
             in_flight: as in `step`.

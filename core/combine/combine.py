@@ -90,7 +90,8 @@ def combine(
         "steps": steps,
         "labelled": labelled,
     }
-    options = Options(seed=seed, world=world or _common_world(names, parts), fingerprint=fingerprint, settings=settings)
+    world = world or Part(names[0], parts[0]).context.options.world  # it is compared with those of the others
+    options = Options(seed=seed, world=world, fingerprint=fingerprint, settings=settings)
     return Loader(CombinedAdapter(loaders, options), options)
 
 
@@ -113,11 +114,3 @@ def _checked_weights(loaders: Any, weights: Any) -> list[float]:
     if not all(math.isfinite(number) and number >= 0 for number in numbers) or not 0 < sum(numbers) < math.inf:
         raise ValueError(f"weights must be finite, at least 0 and not all 0, got {weights!r}")
     return numbers
-
-
-def _common_world(names: list[str], parts: list[Loader]) -> World | None:
-    stated = [Part(name, part).context.options.world for name, part in zip(names, parts, strict=True)]
-    if len(set(stated)) > 1:
-        told = ", ".join(f"part {name} has {world}" for name, world in zip(names, stated, strict=True))
-        raise ValueError(f"the parts must share one world, but {told}: give all of them the same, or none")
-    return stated[0]

@@ -16,23 +16,18 @@ __all__ = ["OneAtATime", "Together"]
 
 
 class _Bookmark(NamedTuple):
-    """Where a combination stood: its step, the batches ever taken of each part, and bits of `Standings`."""
+    """Where a combination stood."""
 
     step: int
-    taken: tuple[int, ...]
-    ended: int
+    taken: tuple[int, ...]  # batches ever taken of each part
+    ended: int  # bits, as the next, of `Standings`
     leaving: int
 
 
 class _Mixture(Session):
     """The parts during one epoch of the combination: how far they are, and which have ended.
 
-    Args:
-        parts: in order.
-        standings: their places at first.
-        cycles: a part that ends begins its next epoch.
-        upcoming: the detail at the beginning of an epoch of the combination.
-        run: where to begin.
+    `cycles`: a part that ends begins its next epoch. `upcoming`: the detail at the beginning of an epoch.
     """
 
     def __init__(
@@ -129,12 +124,9 @@ class _Mixture(Session):
 
 
 class Together(_Mixture):
-    """A batch of every part at each step.
+    """A batch of every part at each step, in the form that `pack` makes.
 
-    Args:
-        mixture: the arguments of `_Mixture`.
-        shortest: the epoch ends when the first part ends.
-        pack: brings the parts' batches into the form in which the parts were given.
+    `shortest`: the epoch ends when the first part ends.
     """
 
     def __init__(self, *mixture: Any, shortest: bool, pack: Callable[[list[Any]], Any]) -> None:
@@ -178,25 +170,16 @@ class Together(_Mixture):
 
 
 class OneAtATime(_Mixture):
-    """The batch of one part at each step.
-
-    Args:
-        mixture: the arguments of `_Mixture`.
-        draws: which part at which step; None for one part after the other.
-        weights: of the parts; those with weight 0 do not keep the epoch open.
-        until: what ends the epoch, if `steps` is None.
-        steps: of an epoch, or None.
-        labels: names to hand out with the batches, or None.
-    """
+    """The batch of one part at each step."""
 
     def __init__(
         self,
         *mixture: Any,
-        draws: Draws | None,
-        weights: Sequence[float],
-        until: Until,
-        steps: int | None,
-        labels: Sequence[Any] | None,
+        draws: Draws | None,  # which part at which step; None for one part after the other
+        weights: Sequence[float],  # those with weight 0 do not keep the epoch open
+        until: Until,  # what ends the epoch, if `steps` is None
+        steps: int | None,  # of an epoch
+        labels: Sequence[Any] | None,  # names to hand out with the batches
     ) -> None:
         super().__init__(*mixture)
         self._draws, self._weights, self._until, self._steps, self._labels = draws, weights, until, steps, labels

@@ -595,11 +595,9 @@ class Loader(Generic[Batch]):
 
         Raises:
             TypeError, ValueError: n is not an int of at least 0.
-            MidepochError: such a loop is running already.
+            MidepochError: such a loop is running already; when the first epoch is asked for.
         """
         check_epochs(n)
-        if self._progress.body is not None:
-            raise MidepochError(RUNNING)
         return self._each_epoch(n)
 
     def _each_epoch(self, n: int) -> Iterator[int]:

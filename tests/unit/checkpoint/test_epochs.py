@@ -124,7 +124,7 @@ def test_numbers_of_epochs(tmp_path: Path) -> None:
         running = each.epochs(2)
         assert next(running) == 0
         with pytest.raises(MidepochError, match=r"running already.*call close\(\) on what epochs\(\) has returned"):
-            each.epochs(2)
+            next(each.epochs(2))
         running.close()  # type: ignore[union-attr]
         again = each.epochs(2)
         assert next(again) == 0
