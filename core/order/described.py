@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Protocol, cast
+from typing import Any, cast
 
 from .endless import Endless
 from .epochs import Order
 from .shuffled import Sequential, Shuffled
 from .windows import Windowed
 
-__all__ = ["Invertible", "order_of", "positions_of"]
+__all__ = ["order_of", "positions_of"]
 
 _ENDLESS = re.compile(r"endless (sequential|shuffled) of ([1-9]\d{0,15})")
 _WINDOWED = re.compile(r"windowed\(block=([1-9]\d{0,15}),window=([1-9]\d{0,15})\)")
 
 
 _PLAIN: dict[str, type[Sequential | Shuffled]] = {"sequential": Sequential, "shuffled": Shuffled}
-
-
-class Invertible(Protocol):
-    """The order of an epoch, or of a round, that has each sample once."""
-
-    def position_of(self, index: int) -> int:
-        """The position of a sample in [0, size)."""
-        ...
 
 
 def order_of(description: str, size: int | None) -> Order | None:
@@ -50,7 +42,7 @@ def positions_of(order: Order, seed: int, epoch: int, index: int, start: int, st
         seed, each = order.key(seed, epoch), order.round
         rounds = range(start // each.size, -(-stop // each.size))
     for number in rounds if 0 <= index < each.size else ():
-        found = cast(Invertible, each.epoch(seed, number if isinstance(order, Endless) else epoch))
+        found: Any = each.epoch(seed, number if isinstance(order, Endless) else epoch)  # has each sample once
         position = number * each.size + found.position_of(index)
         if start <= position < stop:
             yield position

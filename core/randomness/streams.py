@@ -55,6 +55,8 @@ _NONE: frozenset[str] = frozenset()
 _ALL = frozenset((*NAMES, "sample"))
 """The global generators, and that of `sample_generator`."""
 
+_LOOKED_AFTER = frozenset(1 << power for power in range(1, 40))  # batches of a pass, once more for generators
+
 
 class _Current(threading.local):
     streams: Streams | None = None  # under which this thread reads
@@ -151,11 +153,11 @@ class Streams:
         self._roots = roots
         self._owned: list[OwnedGenerator] | None = None
         self._warned: set[str] = set()  # paths
-        self._until_look = self._next_look = 2  # batches
+        self._batches = 0  # of this pass that were read
         self._globals = GlobalGenerators()
         self._devices = DeviceGenerators() if devices else None
         self._rest_key = 0
-        self._used, self._known = _NONE, False  # by this code; and whether a first batch has shown it
+        self._used: frozenset[str] | None = None  # by this code; None until a first batch has shown it
         self._starts: list[Start] = []  # seed what is seeded, and
         self._start: Start | None = None  # all of it; None if that is nothing
         self._start_is_known = False
@@ -179,7 +181,7 @@ class Streams:
         `rest` is the key of generators that are not used in this pass.
         """
         before, self._owned = self._owned or [], self._search(*more)
-        self.first, self._until_look, self._next_look = True, 2, 2
+        self.first, self._batches = True, 0
         if self._began:  # otherwise what has come since may be of a list that was made before the first pass
             self._warn_of_later(_new_in(self._owned, before))
         self._began = True
@@ -204,8 +206,7 @@ class Streams:
         return bool(late) or (self._devices is not None and self._devices.late)
 
     def _look_again(self) -> None:
-        """Look for generators that samples have made since the last look: after batches 2, 4, 8 and so on."""
-        self._until_look, self._next_look = self._next_look, 2 * self._next_look
+        """Look for generators that samples have made since the last look."""
         before = self._owned or []
         later = _new_in(self._search(), before)
         self._owned = [*before, *later]
@@ -261,7 +262,8 @@ class Streams:
         """
         missed = _NONE
         while True:
-            start = self._enter(self._used if self._known else _ALL, notes or not self._known or bool(missed))
+            is_first = self._used is None
+            start = self._enter(_ALL if self._used is None else self._used, notes or is_first or bool(missed))
             try:
                 batch = call(start)
             except BaseException as error:
@@ -279,9 +281,10 @@ class Streams:
                 )
             if missed or (self.first and self.made_late()):
                 continue
-            self._until_look -= not notes  # a sample that is looked at is no batch
-            if not self._until_look:
-                self._look_again()
+            if not notes:  # a sample that is looked at is no batch
+                self._batches += 1
+                if self._batches in _LOOKED_AFTER:
+                    self._look_again()
             return batch
 
     def drew(self) -> bool:
@@ -386,13 +389,10 @@ class Streams:
             self._turn = None
         self._saved, _current.streams = None, self._outer
         if noted is not None:
-            used, self._known = used | noted, True
-            self._used |= used
-        if not used:
-            return used, used
+            used |= noted
         missed = used - seeds
-        if missed:  # else `_enter` would make anew what seeds
-            self._used |= missed
+        if noted is not None or missed:  # else `_enter` would make anew what seeds
+            self._used = used if self._used is None else used | self._used
         return used, missed
 
     def __reduce__(self) -> tuple[Callable[..., Streams], tuple[object, ...]]:
