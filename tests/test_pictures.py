@@ -75,12 +75,3 @@ def test_ranks_take_contiguous_blocks_of_each_global_batch(pictures: ModuleType)
 
 def test_every_key_of_a_state_is_explained(pictures: ModuleType) -> None:
     assert list(pictures.MEANINGS) == list(pictures.cut()[3])
-
-
-def test_rooms_stand_above_what_they_import(pictures: ModuleType) -> None:
-    holds, arrows = pictures.rooms()
-    levels = pictures.floors(arrows)
-    floor = {room: number for number, level in enumerate(levels) for room in level}
-    assert floor.keys() == holds.keys() and len(arrows) > 20
-    assert all(floor[upper] < floor[lower] for upper, lower in arrows)
-    assert pictures.floors([("a", "b"), ("b", "c"), ("a", "c")]) == [["a"], ["b"], ["c"]]

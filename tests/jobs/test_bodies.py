@@ -145,10 +145,7 @@ def named(name: str) -> Body:
     return Body.random(int(name)) if name.isdigit() else SHAPES[name]
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.long] * (name == "read_ahead_of_validations"))
-    for name in bodies.BODIES
-])  # fmt: skip
+@pytest.mark.parametrize("name", bodies.BODIES)
 def test_a_program_that_is_killed_anywhere_does_the_same(name: str, tmp_path: Path) -> None:
     check(bodies.BODIES[name], tmp_path, LONG)
 

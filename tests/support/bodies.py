@@ -59,18 +59,6 @@ def cycle(source: Any) -> Iterator[Any]:
         yield from source
 
 
-def usual(make: Make, log: Log, epochs: int) -> None:
-    train, validation = loader(18), loader(6, 3, 2)
-    snapshot = make(log=log, train=train, validation=validation)
-    for epoch in snapshot.epochs(epochs):
-        for batch in train:
-            log("train", epoch, batch)
-            snapshot.step()
-        for batch in validation:
-            log("validate", epoch, batch)
-        log("schedule", epoch)
-
-
 def accumulated(make: Make, log: Log, epochs: int) -> None:
     """A step for each two batches, which are prepared by work that the loop changes."""
     mixed = {"share": 0.5}
@@ -103,23 +91,13 @@ def parts_of_its_own_state(make: Make, log: Log, epochs: int) -> None:
 
 
 def read_ahead(make: Make, log: Log, epochs: int) -> None:
+    """With validations before, between and behind the batches."""
     train, validation = loader(18), loader(6, 3, 2)
     snapshot = make(log=log, train=train, validation=validation)
     for epoch in snapshot.epochs(epochs):
         for other in validation:
             log("before", epoch, other)
         for batch, in_flight in ahead(train, 2):
-            log("train", epoch, batch)
-            snapshot.step(in_flight)
-        for other in validation:
-            log("after", epoch, other)
-
-
-def read_ahead_of_validations(make: Make, log: Log, epochs: int) -> None:
-    train, validation = loader(22), loader(6, 3, 2)
-    snapshot = make(log=log, train=train, validation=validation)
-    for epoch in snapshot.epochs(epochs):
-        for batch, in_flight in ahead(train, 3):
             number = log.counts[str(epoch)] = log.counts.get(str(epoch), 0) + 1
             log("train", epoch, batch)
             for _ in range(number % 3):
@@ -401,9 +379,8 @@ SHAPES: dict[str, Body] = {
 BODIES: dict[str, Callable[[Make, Log, int], None]] = {
     each.__name__: each
     for each in (
-        usual, accumulated, parts_of_its_own_state, read_ahead,
-        read_ahead_of_validations, a_loop_that_drops_what_it_has_read_ahead, in_functions_and_generators,
-        saved_in_except,
+        accumulated, parts_of_its_own_state, read_ahead, a_loop_that_drops_what_it_has_read_ahead,
+        in_functions_and_generators, saved_in_except,
     )
 }  # fmt: skip
 
