@@ -438,7 +438,9 @@ BACKENDS: dict[str, Row] = {
     "Grain's assert_equal_output_after_checkpoint": tested(
         "tests/backends/test_own_states.py::test_grains_own_test_of_checkpoints_passes", "grain"
     ),
-    "ignite Engine": tested("tests/trainers/test_trainers.py::test_ignite", "pytorch-ignite"),
+    "ignite Engine": tested(
+        "tests/trainers/test_skipping.py::test_what_does_not_skip_is_exact", "pytorch-ignite"
+    ),
     "torchdata, states of an older version of it": tested(
         "tests/backends/test_own_states.py::test_states_of_an_older_torchdata_are_refused_or_told",
         "torchdata",

@@ -26,7 +26,7 @@ import midepoch
 from midepoch.testing import digest
 from midepoch.testing.report import MEANINGS
 from support import forking
-from support.jobs import MODULES
+from support.jobs import MODULES, torchrun
 from support.kill_examples import assert_went_on, kill_with_children
 from support.places import ROOT
 
@@ -184,37 +184,22 @@ def test_the_evaluation_of_one_rank_has_all_samples(monkeypatch: pytest.MonkeyPa
             exec(code.replace(said, "" if said[0] == "," else "pass"), {})
 
 
-def outline(code: str) -> list[tuple[str, list[int]]]:
-    """Each line, without what it says to tools, and the numbers of those inside of which it stands."""
-    found: list[tuple[str, list[int]]] = []
-    around: list[tuple[int, int]] = []
-    for line in filter(str.strip, code.splitlines()):
-        indent = len(line) - len(line.lstrip())
-        around = [each for each in around if each[0] < indent]
-        text = re.sub(r"  # (type: ignore|fmt: skip).*", "", line).strip()
-        found.append((text, [number for _, number in around]))
-        around.append((indent, len(found) - 1))
-    return found
+def lines_of(code: str) -> list[str]:
+    """Without what they say to tools."""
+    return [re.sub(r"  # (type: ignore|fmt: skip).*", "", line).strip() for line in code.splitlines() if line.strip()]
 
 
 @pytest.mark.parametrize("name", entries())
 def test_an_entry_of_the_start_has_six_lines_to_be_pasted(name: str) -> None:
-    """Those that need files or a trainer are lines of a program that is run, in its order, each inside of the same."""
+    """Those that need files or a trainer are lines of a program that is run, in its order."""
     first, *others = entries()[name].splitlines()
-    excerpt = outline("\n".join(others if first.startswith("# ") else [first, *others]))
+    excerpt = lines_of("\n".join(others if first.startswith("# ") else [first, *others]))
     assert 0 < len(excerpt) <= 6
     compile(entries()[name], name, "exec")
     if first.startswith("# "):
-        program = outline((ROOT / first.removeprefix("# ")).read_text(encoding="utf-8"))
-        places: list[int] = []  # in the program, of each line of the excerpt
-        for text, _ in excerpt:
-            after = places[-1] + 1 if places else 0
-            found = [number for number, (line, _) in enumerate(program) if number >= after and line == text]
-            assert found, f"not in {first[2:]}, or in another order: {text}"
-            places.append(found[0])
-        for (text, around), place in zip(excerpt, places, strict=True):
-            shown = [number for number in program[place][1] if number in places]
-            assert shown == [places[number] for number in around], f"{first[2:]} has it inside of other lines: {text}"
+        program = iter(lines_of((ROOT / first.removeprefix("# ")).read_text(encoding="utf-8")))
+        for text in excerpt:
+            assert text in program, f"not in {first[2:]}, or in another order: {text}"
 
 
 def test_the_start_says_where_the_names_of_adapters_come_from() -> None:
@@ -264,19 +249,18 @@ def test_the_front_pages_have_the_figures_of_the_page_on_costs() -> None:
         r"^\| 32 \| (\d) \| (no|yes) \| ([\d.]+) \| [^|]* \| ([\d.]+); ([\d.]+) ", costs, re.MULTILINE
     )
     table = {(workers, draw): tuple(map(float, figures)) for workers, draw, *figures in rows}
-    plain, drawing, _ = table["0", "yes"]
+    (plain, drawing, _), (simple, wrapped, _) = table["0", "yes"], table["0", "no"]
     assert "0.0 µs a sample and" in costs
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    readme, index = (
+        " ".join(page.read_text(encoding="utf-8").split()) for page in (ROOT / "README.md", ROOT / "docs" / "index.md")
+    )
     assert f"{(drawing - plain) / 32:.0f} µs for each sample that draws random numbers" in readme
     assert f"at worst {drawing:.0f} µs instead of {plain:.0f} for 32 bare integers" in readme
-    pattern = (
-        r"Worst case, a batch of 32 integers: (\d+) µs instead of (\d+) if they draw, (\d+) instead of (\d+) if they "
-        r"do not\. With two workers: ([\d.]+) and ([\d.]+) times as long"
-    )
-    told = re.search(pattern, " ".join((ROOT / "docs" / "index.md").read_text(encoding="utf-8").split()))
-    assert told
-    shown = [f"{table['0', draw][place]:.0f}" for draw in ("yes", "no") for place in (1, 0)]
-    assert list(told.groups()) == [*shown, *(f"{table['2', draw][2]:.2f}" for draw in ("yes", "no"))]
+    assert (
+        f"Worst case, a batch of 32 integers: {drawing:.0f} µs instead of {plain:.0f} if they draw, {wrapped:.0f} "
+        f"instead of {simple:.0f} if they do not. With two workers: {table['2', 'yes'][2]:.2f} and "
+        f"{table['2', 'no'][2]:.2f} times as long"
+    ) in index
 
 
 def slug(title: str) -> str:
@@ -418,28 +402,20 @@ def test_examples_of_other_sources_with_a_state(tmp_path: Path) -> None:
 
 def test_torchrun_example_is_killed_and_goes_on_elsewhere(tmp_path: Path) -> None:
     """In mid-epoch, with its agent; what is left has each sample once, in the order of an undisturbed run."""
-    environment = ALONE | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    environment["PYTHON_EXEC"] = forking.executable(*MODULES)
-    script = [str(ROOT / "examples" / "torchrun.py"), str(tmp_path / "snapshot.pt")]
-
-    def torchrun(processes: int, epochs: int) -> forking.Program:
-        rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--nproc-per-node={processes}"]
-        command = ["-m", "torch.distributed.run", *rendezvous, *script, f"--epochs={epochs}"]
-        return forking.Program(command, modules=MODULES, cwd=tmp_path, env=environment, merged=True)
-
+    script = [ROOT / "examples" / "torchrun.py", tmp_path / "snapshot.pt"]
     inputs = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
     data = DataLoader(TensorDataset(inputs.sum(1, keepdim=True)), batch_size=96, shuffle=True)
     orders = [rows.tolist() for loader in [midepoch.wrap(data, seed=0)] for _ in range(1000) for (rows,) in loader]
 
     # 12 batches of two processes an epoch, a snapshot after each fifth.
-    job = torchrun(2, 1000)
+    job = torchrun(2, [*script, "--epochs=1000"], cwd=tmp_path)
     killed = [job.stdout.readline() for _ in range(71)]
     kill_with_children(job.pid)
     killed += job.stdout.readlines()
     last = max(map(int, re.findall(r"batch (\d+) of rank", "".join(killed))))
 
     epoch = last // 12 + 1
-    job = torchrun(1, epoch + 1)
+    job = torchrun(1, [*script, f"--epochs={epoch + 1}"], cwd=tmp_path)
     output, _ = job.communicate()
     assert job.returncode == 0, output[-3000:]
     resumed, *_ = re.findall(r"^epoch (\d+) from position (\d+)$", output, re.MULTILINE)

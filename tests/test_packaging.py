@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -175,13 +176,9 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         shutil.copy(ROOT / name, tmp_path)
     for name in FOLDERS:
         (tmp_path / name).mkdir()
-    venv = tmp_path / ".venv"
-    monkeypatch.setattr(module, "ROOT", tmp_path)
-    monkeypatch.setattr(module, "VENV", venv)
-    monkeypatch.setattr(module, "PYTHON", venv / "bin" / "python")
-    monkeypatch.setattr(module, "STAMP", venv / "setup.json")
-    monkeypatch.setattr(module, "LOG", venv / "setup.log")
-    monkeypatch.setattr(module, "CONSTRAINTS", tmp_path / "constraints.txt")
+    for name, path in {"ROOT": "", "VENV": ".venv", "PYTHON": ".venv/bin/python", "STAMP": ".venv/setup.json",
+                       "LOG": ".venv/setup.log", "CONSTRAINTS": "constraints.txt"}.items():  # fmt: skip
+        monkeypatch.setattr(module, name, tmp_path / path)
     return module
 
 
@@ -245,32 +242,21 @@ def test_an_interrupted_set_up_is_not_taken_for_done(
     setup.set_up()
     pins = setup.CONSTRAINTS.read_text()
     setup.CONSTRAINTS.write_text(f"{pins}another==1.0\n")
-    recorded = setup.run
-
-    def interrupted(command: list[str | Path]) -> None:
-        if "torch" in command:
-            raise KeyboardInterrupt
-        recorded(command)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(setup, "run", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            setup.set_up()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(setup, "run", lambda command: signal.raise_signal(signal.SIGINT))
+        setup.set_up()
     setup.CONSTRAINTS.write_text(pins)  # what the old stamp was made from, but no longer what is installed
     commands.clear()
     setup.set_up()
     assert any("torch" in command for command in commands)
 
 
-@pytest.mark.parametrize("cause", ["no apt-get", "apt-get fails"])
+@pytest.mark.parametrize("apt_get", [None, "/usr/bin/apt-get"])
 def test_without_system_packages_only_ffcv_is_left_out(
-    setup: ModuleType,
-    commands: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    cause: str,
-) -> None:
-    monkeypatch.setitem(setup.FOR_FFCV, "libopencv-dev", lambda: False)
+    setup: ModuleType, commands: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    apt_get: str | None,
+) -> None:  # fmt: skip
+    """There is no apt-get, or it fails. Once the package is there the set-up takes notice by itself."""
     recorded = setup.run
 
     def run(command: list[str | Path]) -> None:
@@ -279,18 +265,14 @@ def test_without_system_packages_only_ffcv_is_left_out(
         recorded(command)
 
     monkeypatch.setattr(setup, "run", run)
-    found = {"no apt-get": None, "apt-get fails": "/usr/bin/apt-get"}[cause]
-    monkeypatch.setattr(shutil, "which", lambda name: found)
-    setup.set_up()
+    monkeypatch.setattr(shutil, "which", lambda name: apt_get)
+    monkeypatch.setitem(setup.FOR_FFCV, "libopencv-dev", lambda: False)
+    for _ in range(2):
+        setup.set_up()
+        told = capsys.readouterr().out
+        assert "FFCV is left out" in told and "libopencv-dev" in told
     assert any("dali" in command for command in commands)
     assert not any("ffcv" in command for command in commands)
-    told = capsys.readouterr().out
-    assert "FFCV is left out" in told
-    assert "libopencv-dev" in told
-
-    # The line is repeated, and once the package is there the set-up takes notice by itself.
-    setup.set_up()
-    assert "FFCV is left out" in capsys.readouterr().out
     monkeypatch.setitem(setup.FOR_FFCV, "libopencv-dev", lambda: True)
     setup.set_up()
     assert any("ffcv==" in command for command in commands)

@@ -172,7 +172,7 @@ def test_no_adapter_imports_another() -> None:
     assert found == []
 
 
-def strangers_in(tree: ast.Module) -> set[str]:
+def strangers_in(tree: ast.Module) -> frozenset[str]:
     """The backends and trainers that code names, in whatever but docstrings and comments."""
     tree = copy.deepcopy(tree)
     for node in ast.walk(tree):

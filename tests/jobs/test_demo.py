@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import torch
 
 from support.places import ROOT
 
@@ -29,7 +28,6 @@ if importlib.util.find_spec("sklearn") is None or importlib.util.find_spec("type
 from demo.__main__ import main
 from demo.backends import BACKENDS
 from demo.compare import Comparison, Run, Segment, read_segment
-from demo.images import SIDE, label_of, write_images
 from demo.orchestrate import DemoError, Settings, prepare
 from PIL import Image
 
@@ -183,38 +181,15 @@ def test_what_went_wrong_is_named(
 
 
 # One backend for the way of the images; each backend's own tests resume it exactly.
-
-
-PREPARE = """
-import sys; from pathlib import Path; from demo.backends import BACKENDS
-BACKENDS[sys.argv[1]].prepare(Path(sys.argv[2]))
-"""
-
-
-# One backend for the way of the images; each backend's own tests resume it exactly.
 @pytest.mark.parametrize(
     "name", ["webdataset", *(pytest.param(name, marks=pytest.mark.long) for name in ("dali", "ffcv"))]
 )
-def test_every_backend_reads_the_images_and_goes_on_exactly(name: str, tmp_path: Path) -> None:
-    backend, size, folder = BACKENDS[name], 48, tmp_path / "images"
-    for module in backend.needs:
+def test_every_backend_is_killed_and_exact(name: str, tmp_path: Path) -> None:
+    for module in BACKENDS[name].needs:
         pytest.importorskip(module, reason=f"needs midepoch[{name}]")
-    labels = torch.tensor([label_of(path) for path in write_images(folder, size)])
-    # In a process of its own, as in the demonstration: writers fork.
-    forking.run(["-c", PREPARE, name, str(folder)], modules=MODULES, env=ENVIRONMENT, check=True)
-    whole, numbers, state = list[Any](), list[int](), dict[str, Any]()
-    with backend.load(folder, 12, 5, 1) as loader:
-        for batch in loader:
-            pixels, found, read = backend.unpack(batch, labels)
-            assert pixels.shape == (12, 1, SIDE, SIDE) and torch.equal(found, labels[read])
-            numbers += read.tolist()
-            whole.append((pixels, found, read))
-            state = loader.state_dict() if len(whole) == 2 else state
-    assert sorted(numbers) == list(range(size))
-    with backend.load(folder, 12, 5, 1) as loader:
-        loader.load_state_dict(state)
-        for batch, expected in zip(loader, whole[2:], strict=True):
-            assert all(map(torch.equal, backend.unpack(batch, labels), expected))
+    finished = run_demo(tmp_path / "output", f"--backend={name}", "--kills=1", "--world-sizes=2", "--images=96")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert json.loads((tmp_path / "output" / "result.json").read_text())["exact"] is True
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,6 @@ import midepoch
 from midepoch import World
 from support import sources
 
-# --- jobs that are killed ---
-
-
-# A loop that passes over bad samples. A kill within the handler of an error: the batch is tried again.
-
-# A resumed loop whose number of the epoch is one too high.
-
-
 # --- processes that something else starts ---
 
 

@@ -46,31 +46,10 @@ class Job:
         return jobs.wait_for(condition, self.process)
 
 
-def events(folder: Path, *keys: str, world_size: int | None = None) -> list[dict[str, Any]]:
-    """What all processes wrote down that has these keys, files by age; of a world of so many, if that is given."""
-    logs = sorted(folder.glob("log-*"), key=lambda path: int(path.name.split("-")[1]))
-    found = [event for path in logs for event in jobs.noted(path) if {*keys} <= event.keys()]
-    return [event for event in found if world_size in (None, event["world_size"])]
-
-
 def pids(folder: Path, world_size: int) -> dict[int, int]:
     """The processes of the last start on so many ranks, once all have begun."""
-    last = {event["rank"]: event["pid"] for event in events(folder, "pid", world_size=world_size)}
+    last = {event["rank"]: event["pid"] for event in jobs.events(folder, "pid", world_size=world_size)}
     return last if len(last) == world_size else {}
-
-
-def global_batches(folder: Path) -> dict[int, list[Any]]:
-    """What all ranks together had at each step, which must be the same each time that a step was made."""
-    batches: dict[tuple[int, int], dict[int, Any]] = {}
-    for event in events(folder, "step"):
-        again = batches.setdefault((event["step"], event["world_size"]), {}).setdefault(event["rank"], event["batch"])
-        assert again == event["batch"], f"step {event['step']} differs when it is made again"
-    found: dict[int, list[Any]] = {}
-    for (step, world_size), ranks in sorted(batches.items()):
-        if len(ranks) == world_size:
-            samples = [sample for rank in range(world_size) for sample in ranks[rank]]
-            assert found.setdefault(step, samples) == samples, f"step {step} differs on another number of processes"
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +58,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[An
     folder = tmp_path_factory.mktemp("whole")
     command: list[str | Path] = [torchrun_job.__file__, folder, "--pause=0"]
     forking.run(command, modules=jobs.MODULES, env=jobs.environment(), check=True)
-    found = global_batches(folder)
+    found = jobs.global_batches(folder)
     assert len(found) == 40
     return found
 
@@ -87,27 +66,27 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[An
 def test_killed_ranks_and_one_signal_lose_no_step(uninterrupted: dict[int, list[Any]], tmp_path: Path) -> None:
     """Two ranks are killed; of three that go on, one receives a signal; one finishes. The ledger says so."""
     job = Job(tmp_path, 2, "--every=3", "--pause=0.05")
-    job.until(lambda: len(events(tmp_path, "step")) > 15)
+    job.until(lambda: len(jobs.events(tmp_path, "step")) > 15)
     for pid in pids(tmp_path, 2).values():
         os.kill(pid, signal.SIGKILL)
     job.wait()
     job = Job(tmp_path, 3, "--every=1000", "--pause=0.1")  # processes ask each other twice a second
-    job.until(lambda: len(events(tmp_path, "step", world_size=3)) > 9)
+    job.until(lambda: len(jobs.events(tmp_path, "step", world_size=3)) > 9)
     os.kill(pids(tmp_path, 3)[1], signal.SIGUSR1)
     job.finish()
-    left = {event["rank"]: event["left"] for event in events(tmp_path, "left")}
+    left = {event["rank"]: event["left"] for event in jobs.events(tmp_path, "left")}
     assert left.keys() == {0, 1, 2} and len(set(left.values())) == 1, left
     assert torch.load(tmp_path / "snapshot.pt", weights_only=True)["steps"] == left[0]
-    assert not events(tmp_path, "finished"), "it was early enough"
-    (resumed_at,) = {event["steps"] for event in events(tmp_path, "pid", world_size=3)}
-    draws = [event["own"] for event in events(tmp_path, "step", world_size=3) if event["step"] == resumed_at + 1]
+    assert not jobs.events(tmp_path, "finished"), "it was early enough"
+    (resumed_at,) = {event["steps"] for event in jobs.events(tmp_path, "pid", world_size=3)}
+    draws = [event["own"] for event in jobs.events(tmp_path, "step", world_size=3) if event["step"] == resumed_at + 1]
     assert len(draws) == 3 and len({tuple(draw) for draw in draws}) == 3, "the third has generators of its own"
     Job(tmp_path, 1, "--pause=0").finish()
-    assert global_batches(tmp_path) == uninterrupted
+    assert jobs.global_batches(tmp_path) == uninterrupted
 
     trained_on: dict[int, dict[int, Any]] = {}
     for world_size in (2, 3, 1):  # what a later start has made again takes the place of what was lost
-        again = events(tmp_path, "step", world_size=world_size)
+        again = jobs.events(tmp_path, "step", world_size=world_size)
         for event in again:
             trained_on[event["step"]] = {}
         for event in again:
@@ -124,13 +103,13 @@ def test_killed_ranks_and_one_signal_lose_no_step(uninterrupted: dict[int, list[
 
 def test_a_state_of_which_each_rank_knows_its_part(tmp_path: Path) -> None:
     job = Job(tmp_path, 2, "--own", "--every=1000", "--pause=0.1")
-    job.until(lambda: len(events(tmp_path, "step")) > 6)
+    job.until(lambda: len(jobs.events(tmp_path, "step")) > 6)
     os.kill(pids(tmp_path, 2)[0], signal.SIGTERM)
     job.finish()
-    left = events(tmp_path, "left")[0]["left"]
-    assert len([each for each in events(tmp_path, "step") if each["step"] <= left]) == 2 * left
+    left = jobs.events(tmp_path, "left")[0]["left"]
+    assert len([each for each in jobs.events(tmp_path, "step") if each["step"] <= left]) == 2 * left
     Job(tmp_path, 2, "--own", "--every=1000", "--epochs=1", "--pause=0").finish()
-    samples = [sample[0] for event in events(tmp_path, "step") for sample in event["batch"]]
+    samples = [sample[0] for event in jobs.events(tmp_path, "step") for sample in event["batch"]]
     assert sorted(samples) == list(range(torchrun_job.SIZE)), "each sample once"
 
 
@@ -153,7 +132,7 @@ def test_machines_that_come_and_go(uninterrupted: dict[int, list[Any]], tmp_path
 
     def trained(world_size: int) -> bool:
         """Whether all of so many ranks have trained on batches together, and a snapshot has been saved since."""
-        steps = events(tmp_path, "step", world_size=world_size)
+        steps = jobs.events(tmp_path, "step", world_size=world_size)
         return len({event["rank"] for event in steps}) == world_size and len({event["step"] for event in steps}) > 3
 
     (tmp_path / "pause").write_text("0.8")  # until all have been there
@@ -169,14 +148,14 @@ def test_machines_that_come_and_go(uninterrupted: dict[int, list[Any]], tmp_path
         for child in lost:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
-        before = len(events(tmp_path, "pid"))
+        before = len(jobs.events(tmp_path, "pid"))
         (tmp_path / "pause").unlink()
         agents[0].finish()
     finally:
         for agent in agents:
             agent.kill()
-    assert global_batches(tmp_path) == uninterrupted
-    began = events(tmp_path, "pid")
+    assert jobs.global_batches(tmp_path) == uninterrupted
+    began = jobs.events(tmp_path, "pid")
     assert {event["world_size"] for event in began[:before]} >= {2, 3}
     assert {event["world_size"] for event in began[before:]} == {1}
     assert began[-1]["resumed"] and began[-1]["steps"] > 0
@@ -186,7 +165,7 @@ def test_machines_that_come_and_go(uninterrupted: dict[int, list[Any]], tmp_path
 def test_a_group_that_cannot_talk_about_what_is_on_the_cpu(uninterrupted: dict[int, list[Any]], tmp_path: Path) -> None:
     """As NCCL's: snapshots make a group of their own, which waits no longer than that does."""
     job = Job(tmp_path, 2, "--backend=cuda:gloo", "--timeout=7", "--every=4")
-    job.until(lambda: len(events(tmp_path, "step")) > 12)
+    job.until(lambda: len(jobs.events(tmp_path, "step")) > 12)
     silent, other = pids(tmp_path, 2).values()
     os.kill(silent, signal.SIGSTOP)
     since = time.monotonic()
@@ -196,5 +175,5 @@ def test_a_group_that_cannot_talk_about_what_is_on_the_cpu(uninterrupted: dict[i
     output = job.wait()
     assert job.process.returncode != 0 and "Timed out waiting 7000ms" in output, output
     Job(tmp_path, 2, "--backend=cuda:gloo").finish()
-    assert global_batches(tmp_path) == uninterrupted
-    assert events(tmp_path, "pid")[-1]["resumed"]
+    assert jobs.global_batches(tmp_path) == uninterrupted
+    assert jobs.events(tmp_path, "pid")[-1]["resumed"]

@@ -92,6 +92,33 @@ def noted(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def events(folder: Path, *keys: str, world_size: int | None = None) -> list[dict[str, Any]]:
+    """What all processes wrote down that has these keys, by the names of files; of a world of so many, if it is given.
+
+    The files are log-*. A batch that is trained on is an event with its step, rank, world_size and batch.
+    """
+    found = [event for path in sorted(folder.glob("log-*")) for event in noted(path)]
+    return [event for event in found if {*keys} <= event.keys() and world_size in (None, event.get("world_size"))]
+
+
+def global_batches(folder: Path, ordered: bool = True) -> dict[int, list[Any]]:
+    """What all ranks together had at each step, which must be the same each time that a step was made.
+
+    Of a step to which a rank did not come nothing is told. `ordered`: samples have their order among the ranks.
+    """
+    batches: dict[tuple[int, int], dict[int, Any]] = {}
+    for event in events(folder, "step", "batch"):
+        again = batches.setdefault((event["step"], event["world_size"]), {}).setdefault(event["rank"], event["batch"])
+        assert again == event["batch"], f"step {event['step']} differs when it is made again"
+    found: dict[int, list[Any]] = {}
+    for (step, world_size), ranks in sorted(batches.items()):
+        if len(ranks) == world_size:
+            samples = [sample for rank in range(world_size) for sample in ranks[rank]]
+            samples = samples if ordered else sorted(samples)
+            assert found.setdefault(step, samples) == samples, f"step {step} differs on another number of processes"
+    return found
+
+
 # --- processes --------------------------------------------------------------------------------------------------------
 
 

@@ -124,8 +124,11 @@ def main() -> None:
         return
     dist.initialize_dist("cpu")
     seen, _, count = run(options.folder, options.resume, options.stop)
-    name = f"log-{options.resume or 0:02}-{dist.get_global_rank()}"
-    (options.folder / name).write_text(json.dumps([seen, count]))
+    who = {"rank": dist.get_global_rank(), "world_size": dist.get_world_size()}
+    log = options.folder / f"log-{who['world_size']}-{who['rank']}"
+    for step, batch in enumerate(seen, (options.resume or 0) + 1):
+        jobs.note(log, {**who, "step": step, "batch": batch})
+    jobs.note(log, {**who, "count": count})
 
 
 if __name__ == "__main__":

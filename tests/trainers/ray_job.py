@@ -48,7 +48,7 @@ def train(settings: dict[str, Any]) -> None:
         for batch in loader:
             steps += 1
             time.sleep(settings["pause"])
-            jobs.note(log, [steps, rank, world_size, batch.tolist()])
+            jobs.note(log, {"step": steps, "rank": rank, "world_size": world_size, "batch": batch.tolist()})
             if steps == settings["kill_at"] and rank == world_size - 1 and not (folder / "killed").exists():
                 (folder / "killed").touch()
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import random
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +18,6 @@ pytest.importorskip("lightning", reason="Lightning is not installed")
 import lightning_elastic_job as elastic_job
 import lightning_runs
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_runs import CHAOS, TRAIN, VALIDATION, Killed, Make, Noisy, Peeking, Recorder, Saver, fit, mapped, unknown
 
 from midepoch import MidepochWarning, StateError, UnsupportedSourceError
@@ -82,16 +80,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
-@pytest.mark.parametrize(
-    ("option", "kind"),
-    # Of an unknown length Lightning takes no share.
-    [each for each in itertools.product(OPTIONS, ("mapped", "unknown", "dict")) if each != ("share", "unknown")],
-)
-def test_every_option(option: str, kind: str, hook: str, tmp_path: Path) -> None:
-    check_cuts(tmp_path, hook, TRAIN[kind], **OPTIONS[option])
-
-
 class WithLoaders(Recorder):
     def train_dataloader(self) -> Any:
         return {"a": mapped(6, 1), "b": unknown(5, 2)}
@@ -105,30 +93,22 @@ class Data(LightningDataModule):
         return mapped()
 
 
-MADE: dict[str, tuple[Make, dict[str, Any]]] = {
-    "module": (lambda: None, {"module": WithLoaders, "limit_val_batches": 1.0}),
-    "data module": (Data, {}),
-    "made again": (
-        lambda: None, {"module": WithLoaders, "limit_val_batches": 1.0, "reload_dataloaders_every_n_epochs": 1}
-    ),
+BY_THE_MODULE: dict[str, Any] = {"module": WithLoaders, "limit_val_batches": 1.0}
+RUNS: dict[str, tuple[Make, dict[str, Any]]] = {
+    # Of an unknown length Lightning takes no share.
+    **{f"{kind}, {option}": (TRAIN[kind], settings) for option, settings in OPTIONS.items()
+       for kind in ("mapped", "unknown", "dict") if (option, kind) != ("share", "unknown")},
+    "made by the module": (lambda: None, BY_THE_MODULE),
+    "made by a data module": (Data, {}),
+    "made again": (lambda: None, {**BY_THE_MODULE, "reload_dataloaders_every_n_epochs": 1}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
-@pytest.mark.parametrize("where", MADE)
-def test_loaders_made_by_the_module(where: str, hook: str, tmp_path: Path) -> None:
-    train, settings = MADE[where]
+@pytest.mark.parametrize("name", RUNS)
+def test_every_option(name: str, hook: str, tmp_path: Path) -> None:
+    train, settings = RUNS[name]
     check_cuts(tmp_path, hook, train, **settings)
-
-
-def test_model_checkpoint(tmp_path: Path) -> None:
-    whole: list[Any] = []
-    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
-    fit(whole, mapped, callbacks=(saving,), enable_checkpointing=True)
-    for step in range(4, len(whole), 4):
-        log: list[Any] = []
-        fit(log, mapped, checkpoint=tmp_path / f"step={step}.ckpt")
-        assert log == whole[step:]
 
 
 # --- exceptions, and what the steps draw ------------------------------------------------------------------------------

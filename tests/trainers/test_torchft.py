@@ -47,42 +47,29 @@ from support import forking, sources
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 
 
-def exact(outcome: kills.Outcome, ranks: int) -> None:
-    assert not outcome.errors
-    assert outcome.finished == ranks
-    assert (outcome.lost, outcome.repeated, outcome.wrong) == (0, 0, 0)
-
-
 # --- groups that are killed -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("asynchronous", "ranks", "workers", "together"),
-    [(False, 2, 2, None), *(pytest.param(True, *each, marks=pytest.mark.long) for each in ((1, 2, None), (2, 2, 24)))],
-)
-def test_killed_groups_lose_and_repeat_no_sample(
-    asynchronous: bool, ranks: int, workers: int, together: int | None, tmp_path: Path
-) -> None:
-    groups, size = 3 if ranks == 1 else 2, 300 if together is None else 1400
-    outcome = kills.run_job(
-        tmp_path, 2, 3, groups=groups, ranks=ranks, workers=workers, asynchronous=asynchronous, size=size,
-        together=together, limit=100, points=("chosen", "allreduce", "voted"), settle=4,
-    )  # fmt: skip
-    exact(outcome, groups * ranks)
-    assert outcome.kills.total() >= 1
+JOBS: list[tuple[int, int, dict[str, Any]]] = [
+    (2, 3, {"groups": 2, "ranks": 2, "workers": 2, "asynchronous": False}),
+    (1, 2, {"groups": 2, "outages": 1, "asynchronous": False, "settle": 8}),
+    (2, 3, {"workers": 2}),
+    (2, 3, {"groups": 2, "ranks": 2, "workers": 2, "size": 1400, "together": 24}),
+    *((6, seed, {"outages": 4, "asynchronous": bool(seed % 2), "size": 800, "settle": 8}) for seed in range(11, 17)),
+]
 
 
 @pytest.mark.parametrize(
-    ("dead", "outages", "seed"),
-    [(1, 1, 2), *(pytest.param(6, 4, seed, marks=pytest.mark.long) for seed in range(11, 17))],
+    ("dead", "seed", "job"), [*JOBS[:2], *(pytest.param(*each, marks=pytest.mark.long) for each in JOBS[2:])]
 )
-def test_a_lighthouse_that_is_killed_loses_no_sample(dead: int, outages: int, seed: int, tmp_path: Path) -> None:
-    outcome = kills.run_job(
-        tmp_path, dead, seed, groups=2 if outages == 1 else 3, outages=outages, asynchronous=bool(seed % 2),
-        size=300 if outages == 1 else 800, limit=120, points=("chosen", "allreduce", "voted"), settle=8,
-    )  # fmt: skip
-    exact(outcome, 2 if outages == 1 else 3)
-    assert outcome.outages >= 1
+def test_killed_groups_lose_and_repeat_no_sample(dead: int, seed: int, job: dict[str, Any], tmp_path: Path) -> None:
+    """`dead`: groups; with `outages` the lighthouse is killed as often, too."""
+    job = {"groups": 3, "ranks": 1, "size": 300, "settle": 4, **job}
+    outcome = kills.run_job(tmp_path, dead, seed, limit=120, points=("chosen", "allreduce", "voted"), **job)
+    assert not outcome.errors
+    assert outcome.finished == job["groups"] * job["ranks"]
+    assert (outcome.lost, outcome.repeated, outcome.wrong) == (0, 0, 0)
+    assert outcome.outages >= 1 if "outages" in job else outcome.kills.total() >= 1
 
 
 class Example:
@@ -335,29 +322,6 @@ def test_what_cannot_be_fed_is_refused(managers: Managers) -> None:
     spares = managers("spares", min_replica_size=2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES)
     with pytest.raises(UnsupportedSourceError, match="fewer ranks in a group than groups"):
         feed(spares, wrapped(world=World(0, 3)))
-
-
-def test_when_all_groups_have_died_others_go_on_from_disk(pair: Managers) -> None:
-    """One group saves behind its second step and dies in its third; two others train on the rest."""
-    with kills.lighthouse(1) as address:
-        theirs = Managers(address)
-        alone = theirs("alone")
-        batches = feed(alone, wrapped())
-        each = iter(batches)
-        before = []
-        for _ in range(2):
-            before += next(each).tolist()
-            assert alone.should_commit()
-        saved = {"manager": alone.state_dict(), "data": batches.state_dict()}
-        next(each)  # and dies
-        theirs.close()
-    groups = Groups(pair.several(2), [wrapped() for _ in range(2)])
-    for other, fed in zip(groups.managers, groups.feeds, strict=True):
-        other.load_state_dict(saved["manager"])
-        fed.load_state_dict(saved["data"])
-    groups.train(1)
-    assert sorted([*before, *trained(groups)]) == list(range(20))
-    assert [other.current_step() for other in groups.managers] == [4, 4]
 
 
 class Groups:

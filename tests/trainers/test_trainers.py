@@ -21,7 +21,7 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader, DistributedSampler
 
 import midepoch
-from support import jobs
+from support import jobs, sources
 from support.kill_examples import assert_went_on
 from support.places import ROOT, TESTS
 
@@ -58,21 +58,6 @@ def head(loader: midepoch.Loader, batches: int) -> list[Any]:
 Carry = Callable[[Path, midepoch.Loader, midepoch.Loader], Any]
 
 
-def by_fabric(folder: Path, loader: midepoch.Loader, resumed: midepoch.Loader) -> None:
-    fabric = pytest.importorskip("lightning").Fabric(accelerator="cpu")
-    fabric.save(folder / "checkpoint", {"loader": loader})
-    fabric.load(folder / "checkpoint", {"loader": resumed})
-
-
-def by_accelerate(folder: Path, loader: midepoch.Loader, resumed: midepoch.Loader) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    first, second = accelerate.Accelerator(cpu=True), accelerate.Accelerator(cpu=True)
-    first.register_for_checkpointing(loader)
-    first.save_state(str(folder))
-    second.register_for_checkpointing(resumed)
-    second.load_state(str(folder))
-
-
 def by_distributed_checkpoint(folder: Path, loader: midepoch.Loader, resumed: midepoch.Loader) -> None:
     dcp.save({"loader": loader}, checkpoint_id=str(folder / "checkpoint"))
     dcp.load({"loader": resumed}, checkpoint_id=str(folder / "checkpoint"))
@@ -90,7 +75,7 @@ def by_dcp_in_the_background(folder: Path, loader: midepoch.Loader, resumed: mid
 
 
 @pytest.mark.parametrize("cut", [0, 1, 11, 14])
-@pytest.mark.parametrize("by", [by_fabric, by_accelerate, by_distributed_checkpoint, by_dcp_in_the_background])
+@pytest.mark.parametrize("by", [by_distributed_checkpoint, by_dcp_in_the_background])
 def test_one_line_each(by: Carry, cut: int, tmp_path: Path) -> None:
     loader, resumed = make(), make()
     before = head(loader, cut)
@@ -98,68 +83,21 @@ def test_one_line_each(by: Carry, cut: int, tmp_path: Path) -> None:
     assert before + rest(resumed) == whole()
 
 
-def checkpoint_process(rank: int, world_size: int, folder: Path, samples: Any) -> None:
+def checkpointed(rank: int, world_size: int, folder: Path) -> list[Any]:
     """Two batches and a save in a world of two; a load and the rest of the epoch in one of three."""
-    store = f"file://{folder}/store{world_size}"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-    world = midepoch.World(rank, world_size)
-    loader = midepoch.wrap(DataLoader(jobs.Rows(24), batch_size=6 // world_size, shuffle=True), seed=3, world=world)
+    loader = midepoch.wrap(DataLoader(jobs.Rows(24), batch_size=6 // world_size, shuffle=True), seed=3)
     if world_size == 2:
-        samples.put(head(loader, 2))
+        batches = head(loader, 2)
         dcp.save({"loader": loader}, checkpoint_id=str(folder / "checkpoint"))
-    else:
-        dcp.load({"loader": loader}, checkpoint_id=str(folder / "checkpoint"))
-        samples.put(rest(loader, 1))
-    samples.close()
-    samples.join_thread()
-    torch.distributed.destroy_process_group()
-    os._exit(0)
+        return batches
+    dcp.load({"loader": loader}, checkpoint_id=str(folder / "checkpoint"))
+    return rest(loader, 1)
 
 
 def test_distributed_checkpoint_on_another_number_of_processes(tmp_path: Path) -> None:
-    context = torch.multiprocessing.get_context("fork")
-    samples: Any = context.Queue()
-    found = []
-    for world_size in (2, 3):
-        arguments = [(rank, world_size, tmp_path, samples) for rank in range(world_size)]
-        processes = [context.Process(target=checkpoint_process, args=each) for each in arguments]
-        for each in processes:
-            each.start()
-        found += [sample for _ in processes for batch in samples.get(timeout=120) for sample in batch]
-        for each in processes:
-            each.join(300)
-            assert each.exitcode == 0
-    assert sorted(found) == sorted(sample for batch in whole(1, size=24) for sample in batch)
-
-
-@pytest.mark.parametrize("cut", [1, 7, 11, 14])
-def test_ignite(cut: int, tmp_path: Path) -> None:
-    pytest.importorskip("ignite")
-    from ignite.engine import Engine, Events
-    from ignite.handlers import Checkpoint, DiskSaver
-
-    def engine(loader: Any, seen: list[Any], stop: int = -1) -> tuple[Any, Any]:
-        made = Engine(lambda engine, batch: seen.append(batch["x"].tolist()))
-        saver = DiskSaver(str(tmp_path / str(cut)), create_dir=True, require_empty=False)
-        checkpoint = Checkpoint({"trainer": made, "loader": loader}, saver, filename_pattern="checkpoint.pt")
-
-        @made.on(Events.ITERATION_COMPLETED)
-        def _save() -> None:
-            if made.state.iteration == stop:
-                checkpoint(made)
-                made.terminate()
-
-        return made, checkpoint
-
-    seen: list[Any] = []
-    loader = make()
-    engine(loader, seen, cut)[0].run(loader, max_epochs=2)
-    loader = make()
-    resumed, _ = engine(loader, seen)
-    saved = torch.load(next((tmp_path / str(cut)).iterdir()), weights_only=True)
-    Checkpoint.load_objects({"trainer": resumed, "loader": loader}, saved)
-    resumed.run(loader)
-    assert seen == whole()
+    found = [rank for size in (2, 3) for rank in sources.in_gloo_world(checkpointed, size, size, tmp_path)]
+    samples = [sample for batches in found for batch in batches for sample in batch]
+    assert sorted(samples) == sorted(sample for batch in whole(1, size=24) for sample in batch)
 
 
 # --- trainers that are installed apart, by `make trainers` ------------------------------------------------------------
@@ -204,12 +142,10 @@ def test_composer_cut_at_every_batch(tmp_path: Path) -> None:
 def test_composer_on_another_number_of_processes(tmp_path: Path) -> None:
     for processes, arguments in ((2, "--stop 5ba"), (3, "--resume 5 --stop 13ba"), (1, "--resume 11")):
         run_apart("composer", "composer_job.py", tmp_path, processes, *arguments.split())
-    expected = whole(size=66, batch_size=6)
-    for begin, processes, count in ((0, 2, [0, 5]), (5, 3, [1, 13]), (11, 1, [2, 22])):
-        parts = [json.loads((tmp_path / f"log-{begin:02}-{rank}").read_text()) for rank in range(processes)]
-        batches = [list(itertools.chain(*each)) for each in zip(*[seen for seen, _ in parts], strict=True)]
-        assert batches == expected[begin : count[1]]
-        assert all(each == count for _, each in parts), "Composer's own count of epochs and batches"
+    assert [*jobs.global_batches(tmp_path).items()] == [*enumerate(whole(size=66, batch_size=6), 1)]
+    for processes, count in ((2, [0, 5]), (3, [1, 13]), (1, [2, 22])):
+        counts = [event["count"] for event in jobs.events(tmp_path, "count", world_size=processes)]
+        assert counts == [count] * processes, "Composer's own count of epochs and batches"
 
 
 def test_torchtitan(tmp_path: Path) -> None:
@@ -218,31 +154,17 @@ def test_torchtitan(tmp_path: Path) -> None:
         run_apart("torchtitan", "torchtitan_job.py", tmp_path, processes, f"--steps={steps}")
     (tmp_path / "divided").mkdir()
     run_apart("torchtitan", "torchtitan_job.py", tmp_path / "divided", 4, "--steps=5", "--tensor-parallel=2")
-    batches: dict[int, list[Any]] = {}
     expected = json.loads((tmp_path / "expected").read_text())
-    for path in sorted(tmp_path.glob("log-*")):
-        for step, batch in json.loads(path.read_text()):
-            batches.setdefault(step, []).extend(batch)
-    assert [batches[step] for step in sorted(batches)] == expected[:27]
-    logs = [json.loads((tmp_path / "divided" / f"log-05-4-{rank}").read_text()) for rank in range(4)]
+    assert [*jobs.global_batches(tmp_path).items()] == [*enumerate(expected[:27], 1)]
+    logs = [[event["batch"] for event in jobs.noted(tmp_path / "divided" / f"log-4-{rank}")] for rank in range(4)]
     assert logs[0] == logs[1] and logs[2] == logs[3]
-    assert [one + two for (_, one), (_, two) in zip(logs[0], logs[2], strict=True)] == expected[:5]
+    assert [one + two for one, two in zip(logs[0], logs[2], strict=True)] == expected[:5]
 
 
 def ray_steps(folder: Path) -> set[int]:
-    """The numbers of workers in a run. Each step of each of them is compared with that of an undisturbed run."""
-    batches: dict[tuple[int, int], dict[int, Any]] = {}
-    for path in folder.glob("log-*"):
-        for step, rank, world_size, batch in map(json.loads, path.read_text().splitlines()):
-            ranks = batches.setdefault((step, world_size), {})
-            assert ranks.setdefault(rank, batch) == batch, "another batch behind a restart"
-    expected, done = whole(size=72, batch_size=6), set()
-    for (step, world_size), ranks in batches.items():
-        if len(ranks) == world_size:  # one that was killed may not have come to it
-            assert [sample for rank in sorted(ranks) for sample in ranks[rank]] == expected[step - 1]
-            done.add(step)
-    assert done == set(range(1, 25))
-    return {world_size for _, world_size in batches}
+    """The numbers of workers in a run, whose steps are those of an undisturbed run."""
+    assert [*jobs.global_batches(folder).items()] == [*enumerate(whole(size=72, batch_size=6), 1)]
+    return {event["world_size"] for event in jobs.events(folder, "step")}
 
 
 def test_ray_train(tmp_path: Path) -> None:

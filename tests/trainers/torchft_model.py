@@ -7,6 +7,7 @@ what its place says. `tests/trainers/test_torchft.py` compares the model with to
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -383,16 +384,14 @@ class Job:
         for group in alive:
             if not all(rank.first for rank in group.ranks):
                 continue
-            taken: list[list[dict[int, float]]] = [[] for _ in group.ranks]
-            for rank, parts in zip(group.ranks, taken, strict=True):
-                while not parts or not rank.feed.step_due:
+            whole: Any = Counter()
+            for rank in group.ranks:
+                due = False
+                while not due:
                     batch = (rank.first.pop() if rank.first else group.take(rank)).tolist()
-                    parts.append({sample: rank.feed.weight / len(batch) for sample in batch if rank.feed.weight})
-            whole: dict[int, float] = {}
-            for parts in taken:
-                for part in parts:
-                    for sample, value in part.items():
-                        whole[sample] = whole.get(sample, 0.0) + value / self.ranks
+                    due = rank.feed.step_due
+                    if rank.feed.weight:
+                        whole.update(dict.fromkeys(batch, rank.feed.weight / len(batch) / self.ranks))
             contributions[group.name] = [whole if rank.manager.is_participating() else {} for rank in group.ranks]
         for group in alive:
             for rank in group.ranks:
@@ -410,7 +409,7 @@ class Job:
         mixed = set()  # groups whose calls meet those of others' former steps
         for group in alive:
             for number, rank in enumerate(group.ranks):
-                total: dict[int, float] = {}
+                total: Any = Counter()
                 if not rank.manager.members:
                     errs.add(group.name)
                 for name in rank.manager.members:
@@ -419,8 +418,7 @@ class Job:
                         continue
                     if by_name[name].ranks[number].manager.calls != rank.manager.calls:
                         mixed.add(group.name)
-                    for sample, value in contributions[name][number].items():
-                        total[sample] = total.get(sample, 0.0) + value
+                    total.update(contributions[name][number])
                 reduced[group.name, number] = total
         for group in alive:
             for rank in group.ranks:

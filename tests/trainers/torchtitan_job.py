@@ -18,6 +18,7 @@ import torch.distributed
 from torch.utils.data import DataLoader, Dataset
 
 import midepoch
+from support import jobs
 
 SIZE, GLOBAL_BATCH, LENGTH = 60, 6, 16
 
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     options = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    seen: list[Any] = []
+    log = options.folder / f"log-{world_size}-{rank}"
 
     def make(world: midepoch.World, batch_size: int = 0, **keywords: Any) -> Any:
         if "num_tokens_per_batch" in keywords:
@@ -84,7 +85,8 @@ def main() -> None:
 
     def step(*, input_dict: Any, labels: Any, global_valid_tokens: Any) -> torch.Tensor:
         """In place of the model's forward and backward, whose attention runs on GPUs only."""
-        seen.append((trainer.step, input_dict["input"].tolist()))
+        batch = input_dict["input"].tolist()
+        jobs.note(log, {"step": trainer.step, "rank": rank, "world_size": world_size, "batch": batch})
         for part in trainer.model_parts:
             for parameter in part.parameters():
                 parameter.grad = torch.ones_like(parameter)
@@ -92,7 +94,6 @@ def main() -> None:
 
     trainer.forward_backward_step = step
     trainer.train()
-    (options.folder / f"log-{options.steps:02}-{world_size}-{rank}").write_text(json.dumps(seen))
     if rank == 0:
         undisturbed = make(midepoch.World(), GLOBAL_BATCH)
         batches = [inputs["input"].tolist() for _ in range(3) for inputs, _ in undisturbed]
