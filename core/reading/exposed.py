@@ -21,10 +21,21 @@ RAW = "_midepoch_raw"
 """Set on a copy of a dataset to use the class's own ``__iter__`` instead of that of `StatefulIterable`."""
 
 
+_LONGEST_CONTAINER = 1000  # members of an attribute that is searched for samplers; longer ones hold data
+
+
 def exposed_samplers(dataset: Any) -> dict[str, Any]:
-    """The torch Samplers in attributes of `dataset`, by name."""
-    held = getattr(dataset, "__dict__", {}).items()
-    return {name: value for name, value in held if isinstance(value, Sampler) and not is_place_holder(value)}
+    """The torch Samplers in attributes of `dataset`, by name. None if a container holds one: no jump would move it."""
+    found: dict[str, Any] = {}
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        if isinstance(value, Sampler):
+            if not is_place_holder(value):
+                found[name] = value
+        elif isinstance(value, list | tuple | dict) and len(value) <= _LONGEST_CONTAINER:
+            for member in value.values() if isinstance(value, dict) else value:
+                if isinstance(member, Sampler):
+                    return {}
+    return found
 
 
 def raw_copy(dataset: Any, replace: Mapping[str, Any]) -> Any:

@@ -83,10 +83,10 @@ class ExposingGenerator(IterableDataset[torch.Tensor]):
     def __init__(self, size: int, read_log: str | None = None) -> None:
         self.samples = Samples(size, read_log)
         self.sampler = RandomSampler(range(size))
-        self.pairs = [SequentialSampler(range(2 * size))]
+        self.pairs = SequentialSampler(range(2 * size))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        pairs = iter(self.pairs[0])
+        pairs = iter(self.pairs)
         for index in self.sampler:
             read = self.samples[index]
             yield torch.cat([read, torch.tensor([next(pairs) + next(pairs)], dtype=read.dtype)])

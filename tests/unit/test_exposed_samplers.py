@@ -225,3 +225,19 @@ def test_a_first_sample_that_tells_is_refused_in_each_pass(kind: Any, why: str, 
     for _ in range(2):
         with pytest.raises(UnsupportedSourceError, match=f"{kind.__name__} {why}.* shard=True"):
             next(iter(loader))
+
+
+class Beside(Documents):
+    """Holds another sampler in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = [RandomSampler(range(SIZE))]
+
+    def __iter__(self) -> Iterator[Any]:
+        return zip(self.sampler, self.others[0], strict=True)
+
+
+def test_one_that_no_jump_would_move_is_read_again() -> None:
+    assert not midepoch.wrap(Beside(), seed=3).capabilities.constant_time_resume
+    sources.every_place(lambda: midepoch.wrap(Beside(), seed=3), read=sources.plain)
