@@ -27,7 +27,7 @@ class EpochLoop:
         self.was_left = False
         self._ended: Body | None = None  # the body before this one, in the same loop
         self._between = Record()  # of the loaders that are where an earlier body has left them, and read ahead
-        self._read_at_save: tuple[str, int] | None = None  # the loader whose pass `save` took for one that is read
+        self.read_at_save: tuple[str, int] | None = None  # the loader whose pass `save` took for one that is read
 
     def loaders(self) -> dict[str, Loader]:
         """The loaders by name. A `StatefulIterable` may have been given its loader only now."""
@@ -67,12 +67,6 @@ class EpochLoop:
             each.enter_body(body, name not in record.left if first else None)
         self.epoch, self.body, self.resumed, self.was_left = epoch, body, None, False
 
-    def note_save(self) -> None:
-        """A save is about to be made in the body, at once: a pass is being read."""
-        lead = None if self.body is None else self.body.lead
-        if lead is not None:
-            self._read_at_save = lead.name, lead.took
-
     def finish(self, body: Body) -> None:
         """The code of the running body has ended. Warn of iterators that it keeps."""
         for name in sorted(set(body.read_on)):
@@ -84,14 +78,14 @@ class EpochLoop:
                 f"a generator, and by iter({name}) again where it ends. If it is to end with the body, do not "
                 "keep it in a variable",
             )
-        if body.lead is not None and self._read_at_save == (body.lead.name, body.lead.took):
+        if body.lead is not None and self.read_at_save == (body.lead.name, body.lead.took):
             warn(
                 f"save() saved in the middle of a pass over {body.lead.name}. The body then read nothing more of that "
                 "pass, but something still holds it (a variable, a progress bar). If your loop had left the pass "
                 "before save(), a run that resumes there reads the rest of it: let only the loop hold the pass, and "
                 "save() waits for the end of the body",
             )
-        self._read_at_save = None
+        self.read_at_save = None
         body.leave()
 
     def end(self, body: Body) -> bool:
@@ -110,6 +104,6 @@ class EpochLoop:
         """The loop was left, perhaps within a body, or has come to its end. Another one continues here."""
         if self.body is not None:
             self.resumed, self.was_left = replace(self.body.record(interrupted=True), epoch=self.epoch), True
-        self.body = self._ended = self._read_at_save = None
+        self.body = self._ended = self.read_at_save = None
         for loader in self.loaders().values():
             loader._progress.body = None

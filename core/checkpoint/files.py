@@ -31,13 +31,11 @@ _Identity = tuple[int, int, int]
 
 
 class SnapshotFile:
-    """The newest snapshot of one run, at an absolute path. Only rank 0 writes there, and keeps so many.
-
-    `claimed`: this run may replace what is at `path`: it has loaded that, or saved there itself.
-    """
+    """The newest snapshot of one run, at an absolute path. Only rank 0 writes there, and keeps so many."""
 
     def __init__(self, path: Path, keep: int) -> None:
-        self.path, self.claimed, self._keep = path, False, keep
+        self.path, self._keep = path, keep
+        self.claimed = False  # this run may replace what is at `path`: it has loaded that, or saved there itself
         self._own: set[_Identity | None] = {None}  # the files that this run has written or loaded
         self._newest_is_sound = True
 

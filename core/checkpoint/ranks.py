@@ -39,16 +39,13 @@ class Ranks(NamedTuple):
 
 
 class Agreement:
-    """How the ranks of a group learn that one of them has received a signal: all ask at the same steps, twice a second.
-
-    At `next_step` they ask again.
-    """
+    """How the ranks of a group learn that one of them has received a signal: all ask twice a second, at one step."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self._group = group  # None: all processes
         self._sending: ProcessGroup | None = None  # made here if `group` cannot send CPU tensors
         self._last = (0, 0.0)  # step and time of the last question
-        self.next_step = NEVER
+        self.next_step = NEVER  # at which they ask again
         # Kept as long as this object, because gloo's threads may hold the last reference to a tensor of one call.
         self._numbers = torch.zeros(4, dtype=torch.float64)
 

@@ -345,7 +345,8 @@ class Snapshot:
                         f"the last batch, or leave save() out and pass every={on_the_way_out if handled else ''}"
                     )
                     return
-                self._loop.note_save()
+                if body.lead is not None:
+                    self._loop.read_at_save = body.lead.name, body.lead.took
             self._tell_of_left_body("a run that resumes from this snapshot goes on")
             self._save(in_flight)
         except Exception as error:

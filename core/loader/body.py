@@ -109,35 +109,25 @@ class _Progress(Protocol):
 
 
 class Body:
-    """The passes over the loaders of one body.
-
-    Args:
-        loaders: their progress, by name.
-        resumed: the record of the snapshot from which the body is run again.
-        before: the body before this one: passes that are still open continue.
-        left: the record is that of a body which this process has left, so its passes may have been left on purpose.
-        alone: there is no record: a state knows of one pass only.
-
-    Attributes:
-        intervals: the passes of this body, in the order of their beginnings; of the inner ones, those that are open.
-        kept: what a record has besides: what the resumed body had open, and this one has not come to yet; the loaders
-            that are read ahead; those over which passes have ended; what intervals could not tell.
-        dropped: the loaders with such passes that were not taken up, in this body or before it.
-        steps: the latest two: the clock, and how many batches were in flight.
-    """
+    """The passes over the loaders of one body."""
 
     def __init__(
         self,
         loaders: Mapping[str, _Progress],
-        resumed: Record | None = None,
-        before: Body | None = None,
-        left: bool = False,
-        alone: bool = False,
+        resumed: Record | None = None,  # of the snapshot from which the body is run again
+        before: Body | None = None,  # the body before this one: passes that are still open continue
+        left: bool = False,  # the record is of a body that this process has left, perhaps its passes on purpose
+        alone: bool = False,  # there is no record: a state knows of one pass only
     ) -> None:
         self.loaders, self.left, self.alone = loaders, left, alone
+        # What a record has besides: what the resumed body had open, and this one has not come to yet; the loaders that
+        # are read ahead; those over which passes have ended; what intervals could not tell.
         self.kept = Record() if resumed is None else copy.deepcopy(resumed)
+        # The loaders with such passes that were not taken up, in this body or before it.
         self.dropped: set[str] = set() if before is None else before.dropped
-        self.clock, self.steps = 0, ((0, 0), (0, 0))
+        self.clock = 0
+        self.steps = (0, 0), (0, 0)  # the latest two: the clock, and how many batches were in flight
+        # In the order of their beginnings; of the inner ones, those that are open.
         self.intervals: list[Interval] = []
         for each in [] if before is None else before.intervals:
             if each.ended is None:

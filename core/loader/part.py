@@ -73,7 +73,7 @@ class Part:
 
     def left_at(self, state: State) -> int | None:
         """The batches left, for a loader that is at `state`."""
-        return self._steps(state["seed"], self._place_in(state))
+        return self._steps(state["seed"], self.progress.states.place(state, self.loader.world))
 
     def _steps(self, seed: int, place: Place) -> int | None:
         self.adapter.prepare(place, seed, "measured")
@@ -86,9 +86,6 @@ class Part:
         return self.adapter.samples(self.loader.seed, epoch)
 
     # --- where it stands ---
-
-    def _place_in(self, state: State) -> Place:
-        return self.progress.states.place(state, self.loader.world)
 
     @property
     def next_epoch(self) -> int:
@@ -117,7 +114,7 @@ class Part:
         adapter = self.adapter
         if adapter.reach is Reach.STATES and epoch != state["epoch"] + 1:
             raise StateError("this source can only go where its own checkpoints lead: load a state instead of seeking")
-        here = self._place_in(state).after()
+        here = self.progress.states.place(state, self.loader.world).after()
         if here[:2] != (epoch, 0):
             here = Place(epoch, 0, adapter.detail_at(here, (epoch, 0), state["seed"], self.loader.world))
         return self.progress.states.build(here, state["seed"], self.loader.world, state.get("witness", ""))

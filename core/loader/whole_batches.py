@@ -38,11 +38,8 @@ class Then:
 class WholeBatches(Session):
     """A session of the function's results. Each is made when it is asked for.
 
-    The function may change its batch in place, so it is called once, with all generators seeded.
-
-    Args:
-        then: the function.
-        inner: the session of its batches, of `adapter`, opened for `run`.
+    The function may change its batch in place, so it is called once, with all generators seeded. `inner`: the session
+    of its batches, of `adapter`, opened for `run`.
     """
 
     def __init__(self, then: Then, inner: Session, run: Run, adapter: Adapter) -> None:
