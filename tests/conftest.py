@@ -6,7 +6,6 @@ import atexit
 import datetime
 import gc
 import json
-import multiprocessing
 import os
 import shutil
 import tempfile
@@ -45,9 +44,6 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     tempfile.tempdir = None  # ask again
     atexit.register(shutil.rmtree, TEMPORARY, ignore_errors=True)
     forking.share()
-else:
-    # Those that the laws resume in are forked too.
-    multiprocessing.set_executable(forking.executable())
 
 DURATIONS = Path(__file__).with_name("durations.json")
 

@@ -325,7 +325,7 @@ def _main() -> None:
     address, modules = sys.argv[1], sys.argv[2:]
     sys.path.insert(0, str(Path(__file__).parents[1]))
     for module in modules:
-        with contextlib.suppress(ImportError):  # whoever needs it is told
+        with contextlib.suppress(Exception):  # whoever needs it is told
             importlib.import_module(module)
     import numpy as np
 
