@@ -350,7 +350,7 @@ class IterableDataLoaderAdapter(IterableAdapter):
         dataset, why = source.dataset, ""
         own_state = callable(getattr(dataset, "load_state_dict", None)) and not hasattr(type(dataset), LENDS)
         if own_state and source.num_workers and not options.shard and not exposed_samplers(dataset):
-            cure = "torchdata's StatefulDataLoader in place of the DataLoader carries it"
+            cure = "torchdata's StatefulDataLoader in place of the DataLoader carries it, without random numbers"
             why = f"its own state stays in the worker processes: {cure}"
         super().__init__(source, options, stream=dataset, loader=source, why=why)
         if why:

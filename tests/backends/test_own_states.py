@@ -593,7 +593,7 @@ def test_a_state_in_workers_is_a_replay_that_names_the_cure(kind: Any, said: int
         warnings.simplefilter("always")
         resumed.load_state_dict(state)
         assert sources.flat([*given, *taken(resumed)]) == list(range(20))
-    cure = "torchdata's StatefulDataLoader in place of the DataLoader carries it"
+    cure = "torchdata's StatefulDataLoader in place of the DataLoader carries it, without random numbers"
     assert [cure in str(each.message) for each in told if each.category is midepoch.MidepochWarning] == [True] * said
 
 
