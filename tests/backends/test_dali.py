@@ -40,6 +40,7 @@ from midepoch.testing import check_resumable, digest
 from support import commands
 from support import dali_sources as sources
 from support.dali_sources import draws, identify, native, sampled
+from support.sources import heads
 
 EXAMPLES = ROOT / "examples"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -154,7 +155,7 @@ def test_laws(root: str, make: Any, options: dict[str, Any], how: dict[str, Any]
 
 def test_pipelines_are_ended_when_they_are_let_go(root: str) -> None:
     """Somebody else refers to each, as garbage in a cycle does. Their threads would call Python for ever."""
-    make = sources.MakeCallback("python", root, False)
+    make = sources.MakeCallback("python", root)
     made: list[Any] = []
 
     def factory(checkpointing: dict[str, Any]) -> Any:
@@ -285,7 +286,7 @@ def test_shards_of_other_ranks_are_refused_by_name(root: str) -> None:
         told = rf"num_shards={shards}, shard_id=0.*rank 1 of 2: write num_shards=2, shard_id=1"
         with pytest.raises(Unsupported, match=told):
             next(iter(wrong))
-    made = dali.factory(sources.MakeCallback("python", root, False))
+    made = dali.factory(sources.MakeCallback("python", root))
     with pytest.raises(Unsupported, match="write num_shards=2, shard_id=0, or pass shard=False"):
         len(midepoch.wrap(made, world=World(0, 2)))
     assert len(midepoch.wrap(made, world=World(0, 2), shard=False)) == 10
@@ -298,9 +299,9 @@ def test_what_native_cannot_resume_is_refused_with_the_way_out(root: str) -> Non
         midepoch.wrap(used)
     for kind in ("external", "python"):
         with pytest.raises(Unsupported, match=r"calls python .*dali\.factory.*your_pipeline\(\*\*checkpointing\)"):
-            midepoch.wrap(sources.MakeCallback(kind, root, False)({}))
+            midepoch.wrap(sources.MakeCallback(kind, root)({}))
     with pytest.raises(Unsupported, match="give it a function of one argument"):
-        midepoch.wrap(dali.factory(sources.MakeCallback("generator", root, False)))
+        midepoch.wrap(dali.factory(sources.MakeCallback("generator", root)))
     with pytest.raises(Unsupported, match="must return a DALIGenericIterator over 1 pipelines"):
         midepoch.wrap(dali.factory(lambda checkpointing: sources.classification(root)))
     checkpoint = sources.classification_pipeline(root, batch_size=5, enable_checkpointing=True).checkpoint()
@@ -316,9 +317,7 @@ def test_what_native_cannot_resume_is_refused_with_the_way_out(root: str) -> Non
 
 @pytest.fixture
 def saved(root: str) -> dict[str, Any]:
-    loader = native(root=root)
-    ids(loader, 2)
-    return dict(loader.state_dict())
+    return heads(functools.partial(native, root=root), 2)[1]
 
 
 SHARD = {"pad_last_batch": True, "batch_size": 10}  # of which several have the same length

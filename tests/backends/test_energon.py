@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import cpu_torchvision  # noqa: F401
-import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("megatron.energon", reason="Megatron-Energon is not installed; make wild runs these tests")
 
@@ -19,6 +16,7 @@ from midepoch import StateError, wrap
 from midepoch.loader.loader import Loader
 from midepoch.testing import ResumableTests
 from support import energon_sources as sources
+from support.sources import every_place
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning", "ignore:'pin_memory'")
 
@@ -106,13 +104,4 @@ def test_an_epoch_behind_one_that_was_left_is_refused(length: int) -> None:
 
 def test_draws_in_then_are_exact() -> None:
     assert wrap(sources.validation(sources.kept(), num_workers=1), seed=7).capabilities.exact_augmentations
-    loader = sources.wrapped_drawing()
-    whole, states = [], []
-    for batch in loader:
-        whole.append(batch.tolist())
-        states.append(loader.state_dict())
-    for cut in (1, 6):
-        torch.manual_seed(cut), random.seed(cut), np.random.seed(cut)
-        resumed = sources.wrapped_drawing()
-        resumed.load_state_dict(states[cut - 1])
-        assert [batch.tolist() for batch in resumed] == whole[cut:]
+    every_place(sources.wrapped_drawing, (1, 6), epochs=1)

@@ -6,10 +6,8 @@ import functools
 import importlib
 import inspect
 import itertools
-import json
 import os
 import pkgutil
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +36,7 @@ from midepoch.order.keys import derive_keys
 from midepoch.testing import ResumableTests
 from support import ffcv_sources as sources
 from support import forking
+from support.sources import heads
 
 ALL = bool(os.environ.get("MIDEPOCH_CHAOS"))  # every combination, every thread layer: a quarter of an hour
 
@@ -65,18 +64,13 @@ def images_with(*operations: Any) -> dict[str, Any]:
     return {"image": [SimpleRGBImageDecoder(), *operations, ToTensor()], "label": [IntDecoder(), ToTensor()]}
 
 
-def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "midepoch-ffcv"}
-
-
 # --- the laws ---------------------------------------------------------------------------------------------------------
 
 
 class Laws(ResumableTests):
     identify = staticmethod(sources.identify)
     shuffled = True
-    # Each process compiles for seconds, each pipeline by itself: two ranks show what three do, and
-    # test_any_layer_of_threads_gives_the_same_pixels shows what two workers do.
+    # Each process compiles for seconds, each pipeline by itself: two ranks show what three do.
     world_sizes = (1, 2, 3) if ALL else (1, 2)
     num_workers = (1, 2) if ALL else (1,)
     state_bytes = 512
@@ -436,11 +430,6 @@ def copied(tmp_path: Path) -> Callable[[str], Path]:
     return copy
 
 
-def truncate(path: Path, size: int) -> None:
-    with path.open("r+b") as opened:
-        opened.truncate(size)
-
-
 def test_a_file_that_is_not_whole_is_told_from_one_that_is(copied: Callable[[str], Path]) -> None:
     path = copied("jpeg")
     adapter.check_file(path)
@@ -452,7 +441,7 @@ def test_a_file_that_is_not_whole_is_told_from_one_that_is(copied: Callable[[str
         (100, "cut off at byte 100"),
         (10, "less than a .beton file's header"),
     ):
-        truncate(path, left)
+        os.truncate(path, left)
         with pytest.raises(SourceError, match=what):
             adapter.check_file(path)
     with pytest.raises(SourceError, match="does not exist"):
@@ -498,7 +487,7 @@ def test_a_file_that_changes_or_goes_is_noticed(copied: Callable[[str], Path], o
     path = copied("raw")
     loader = midepoch.wrap(sources.make(path=str(path), os_cache=os_cache), seed=1)
     read(loader)
-    truncate(path, path.stat().st_size - 1)
+    os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(SourceError, match="has changed since its Loader was wrapped"):
         read(loader)
     path.unlink()
@@ -538,12 +527,7 @@ def test_a_file_that_differs_beyond_its_fingerprint_is_told(
     entries = loader.source.reader.alloc_table
     content[int(entries["ptr"][entries["sample_id"] == 0][0]) + 100_000] ^= 1
     changed.write_bytes(content)
-    batches = iter(loader)
-    states = []
-    for count in (2, 8):
-        for _ in range(count):
-            next(batches)
-        states.append(json.loads(json.dumps(loader.state_dict())))
+    states = [heads(functools.partial(load, original), count)[1] for count in (2, 10)]
     loader = load(copied)
     for state, epoch_now in zip(states, (0, 1), strict=True):
         assert (state["epoch"], state["witness"][:4]) == (epoch_now, "0/0/")

@@ -82,16 +82,6 @@ class NoDataset:
         return iter(range(4))
 
 
-@pytest.mark.parametrize(
-    ("kind", "bases"), [(Alone, "StatefulIterable and IterableDataset"), (NoDataset, "IterableDataset")]
-)
-def test_what_a_dataloader_cannot_index_is_told_its_base_class(kind: Any, bases: str) -> None:
-    with pytest.raises(TypeError):
-        list(DataLoader(kind(), 2))
-    with pytest.raises(UnsupportedSourceError, match=f"{kind.__name__} by index.*derive it from {bases}$"):
-        midepoch.wrap(DataLoader(kind(), 2))
-
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*naively fast-forwarding.*")
 
 # --- lists and tuples of batches ---
@@ -251,6 +241,8 @@ def test_what_cannot_be_restarted_is_refused_with_the_cure() -> None:
         ("text", "str"), (b"bytes", "bytes"), ({"a": 1}, "dict"), ({1, 2}, r"sorted"), (7, "int"), (None, "NoneType"),
         (torch.nn.Linear(1, 1), "Linear"), (torch.nn.Sequential(), "Sequential"), (list, "list"),
         (torch.optim.SGD([torch.zeros(1)], lr=1), "SGD"), (sources.Stream, "Stream"),
+        (DataLoader(Alone()), "Alone by index.*derive it from StatefulIterable and IterableDataset$"),  # type: ignore[arg-type]
+        (DataLoader(NoDataset()), "NoDataset by index.*derive it from IterableDataset$"),  # type: ignore[arg-type]
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
@@ -311,20 +303,13 @@ def stateful_at(rank: int, world_size: int) -> Loader:
 
 
 def _gather(rank: int) -> dict[str, Any]:
-    """What one of two ranks finds when it gathers, in mid-epoch, at its start and at its end, and unevenly."""
+    """What one of two ranks finds when it gathers, in mid-epoch, at its start and at its end."""
     found: dict[str, Any] = {}
     loader = stateful_at(rank, 2)
     found["fresh"] = midepoch.gather(loader)
     found["head"] = sources.taken(loader, 2)
     found["own"] = loader.state_dict()
     found["gathered"] = midepoch.gather(loader)
-    torch.distributed.barrier()
-    if rank:
-        next(iter(loader))
-    try:
-        midepoch.gather(loader)
-    except MidepochError as error:
-        found["uneven"] = str(error)
     ended = stateful_at(rank, 2)
     sources.taken(ended)
     found["ended"] = midepoch.gather(ended)
@@ -351,12 +336,6 @@ def test_gather_makes_one_state_for_all_ranks(gathered: list[dict[str, Any]]) ->
             loader.load_state_dict(gathered[0][name])
             batches = sources.taken(loader)
             assert batches == [[rank * 100 + 2 * n, rank * 100 + 2 * n + 1] for n in range(expected, 6)], name
-
-
-def test_gather_refuses_ranks_at_different_places(gathered: list[dict[str, Any]]) -> None:
-    for each in gathered:
-        assert "do not stand at the same place" in each["uneven"]
-        assert "(0, 4, 2)" in each["uneven"]
 
 
 def test_one_rank_s_state_is_refused_by_the_other(gathered: list[dict[str, Any]]) -> None:
@@ -390,7 +369,6 @@ def test_gather_without_torch_distributed_says_so() -> None:
         ({"size": 15}, r"samples differs.*'16'.*'15'"),
         ({"batch_size": 5, "size": 20}, r"batch_size differs.*'4'.*'5'"),
         ({"num_workers": 1}, r"num_workers differs.*'0'.*'1'"),
-        ({"size": 12}, r"samples differs.*'16'.*'12'"),
     ],
     ids=str,
 )

@@ -168,49 +168,34 @@ def test_a_wrong_state_is_told_before_a_resume(name: str) -> None:
 
 
 class Watched(own.Stream):
-    """Notes what it is asked, and in which copy of it."""
+    """Counts what it is asked, and in how many copies."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[str] = []
-        self.copies = 0
+        self.asked: collections.Counter[str] = collections.Counter()
 
     def __getstate__(self) -> dict[str, Any]:
-        self.copies += 1
-        return {**self.__dict__, "asked": []}
-
-    def __iter__(self) -> Any:
-        self.asked.append("iter")
-        return super().__iter__()
+        self.asked["copy"] += 1
+        return {**self.__dict__, "asked": collections.Counter()}
 
     def state_dict(self) -> dict[str, Any]:
-        self.asked.append("state_dict")
+        self.asked["state"] += 1
         return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.asked.append("load_state_dict")
+        self.asked["load"] += 1
         super().load_state_dict(state)
 
 
-def test_a_source_is_copied_once_and_asked_for_little() -> None:
-    source = Watched()
-    loader = wrap(source)
-    state, told = loader.state_dict(), loader.capabilities
-    assert told.exact_order and told.exact_order.believed
-    loader.load_state_dict(state)
-    assert source.asked == [] and source.copies == 0
-    next(iter(loader))
-    assert source.asked == ["iter", "state_dict"]  # the state of the very beginning
-    for _ in range(4):
-        assert len(list(loader)) == own.SIZE
-    assert source.copies == 1 and source.asked.count("iter") == 5 and "load_state_dict" not in source.asked
-
-
-@pytest.mark.parametrize("options", [{"verify": "off"}, {"randomness": "none"}])
-def test_nothing_is_tried_where_that_was_said(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("options", "copies"), [({}, 1), ({"verify": "off"}, 0), ({"randomness": "none"}, 0)])
+def test_a_source_is_copied_once_and_asked_for_little(options: dict[str, Any], copies: int) -> None:
     loader = wrap(source := Watched(), **options)
-    assert len(list(loader)) == own.SIZE
-    assert source.copies == 0 and loader.capabilities.exact_order.believed
+    loader.load_state_dict(loader.state_dict())
+    assert not source.asked
+    next(iter(loader))
+    assert source.asked["state"] == 1  # that of the very beginning
+    assert [len(list(loader)) for _ in range(4)] == [own.SIZE] * 4
+    assert source.asked["copy"] == copies and not source.asked["load"]
 
 
 class Fails(own.Stream):
@@ -599,26 +584,11 @@ def test_a_state_in_workers_is_a_replay_that_names_the_cure(kind: Any, said: int
 
 def test_a_state_of_another_version_of_a_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which version is installed is said to be another one; `make wild` has a real one, below."""
-
-    def saved(version: Callable[[str], str]) -> dict[str, Any]:
-        with monkeypatch.context() as patch:
-            patch.setattr(importlib.metadata, "version", version)
-            loader: Loader = own.wrapped_torchdata()
-            taken(loader, 2)
-            return loader.state_dict()
-
-    def unknown(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", lambda name: "0.9.7")
+        state = sources.heads(own.wrapped_torchdata, 2)[1]
     with pytest.warns(midepoch.MidepochWarning, match=r"saved with 'torchdata 0\.9\.7', and 'torchdata 0\.11\.0' is"):
-        own.wrapped_torchdata().load_state_dict(saved(lambda name: "0.9.7"))
-    here = importlib.metadata.version("torchdata")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", midepoch.MidepochWarning)
-        for version in (unknown, lambda name: here):  # states that were saved before do not say it
-            loader = own.wrapped_torchdata()
-            loader.load_state_dict(saved(version))
-            assert len(taken(loader)) == 3
+        own.wrapped_torchdata().load_state_dict(state)
 
 
 OLDER = Path(sys.prefix) / "wild" / "torchdata_010"
@@ -722,47 +692,45 @@ def test_a_source_that_cannot_be_told_the_epoch_says_so() -> None:
 # --- several ranks ---
 
 
-def of_rank_0(divided: bool) -> Any:
-    source: Any = own.Stream()
-    if divided:
-        source.rank, source.world_size = 0, 2
-    return source
+class OfRank0(own.Stream):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank, self.world_size = 0, 2
 
 
-def rows(divided: bool) -> Any:
+def of_node_0() -> Any:
     distributed = pytest.importorskip("datasets.distributed")
-    source = own.datasets_stream()
-    return distributed.split_dataset_by_node(source, 0, 2) if divided else source
+    return distributed.split_dataset_by_node(own.datasets_stream(), 0, 2)
 
 
-def sampler_of(divided: bool) -> Any:
-    numbers: Any = range(own.SIZE)
-    return DistributedSampler(numbers, 2, 0) if divided else own.EpochOrder()
+def with_sampler(sampler: Any) -> Any:
+    return StatefulDataLoader(range(own.SIZE), 2, sampler=sampler)
 
 
-def grain_of(divided: bool) -> Any:
-    grain = pytest.importorskip("grain")
-    numbers = grain.MapDataset.range(own.SIZE)
-    return (numbers[0::2] if divided else numbers).batch(2).to_iter_dataset()
-
-
-SEVERAL: dict[str, Any] = {
-    "an object": of_rank_0,
-    "Hugging Face": rows,
-    "StatefulDataLoader": lambda divided: StatefulDataLoader(range(own.SIZE), 2, sampler=sampler_of(divided)),
-    "Grain": grain_of,
+# Read whole, and divided.
+SEVERAL: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "an object": (own.Stream, OfRank0),
+    "Hugging Face": (own.datasets_stream, of_node_0),
+    "StatefulDataLoader": (
+        lambda: with_sampler(own.EpochOrder()),
+        lambda: with_sampler(DistributedSampler(own.Drawing(own.SIZE), 2, 0)),
+    ),
+    "Grain": (
+        own.grain_dataset,
+        lambda: pytest.importorskip("grain").MapDataset.range(own.SIZE)[0::2].batch(2).to_iter_dataset(),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_a_source_that_ranks_read_whole_is_told(name: str) -> None:
-    two = midepoch.World(0, 2)
+    two, (whole, divided) = midepoch.World(0, 2), SEVERAL[name]
     with pytest.warns(midepoch.MidepochWarning, match=r"2 ranks read this .* each rank reads all of it.*shard=False"):
-        next(iter(wrap(SEVERAL[name](False), world=two)))
+        next(iter(wrap(whole(), world=two)))
     with warnings.catch_warnings(action="error", category=midepoch.MidepochWarning):
-        next(iter(wrap(SEVERAL[name](True), world=two)))
-        next(iter(wrap(SEVERAL[name](False), world=two, shard=False)))
-        next(iter(wrap(SEVERAL[name](False), world=midepoch.World(1, 2))))  # the first rank says it for all
+        next(iter(wrap(divided(), world=two)))
+        next(iter(wrap(whole(), world=two, shard=False)))
+        next(iter(wrap(whole(), world=midepoch.World(1, 2))))  # the first rank says it for all
 
 
 class DrawsSeldom(Counting):

@@ -80,15 +80,12 @@ def test_every_place_of_two_epochs_is_gone_on_from(num_workers: int, drop_last: 
 
 def test_other_ways_to_make_batches_are_counted_too() -> None:
     options = {"batching_method": "per_stream", "size": 15}
-    whole = taken(make(**options))
     loader = make(**options)
     assert len(loader) == len(loader.source)  # as the source says: only partitioning the epoch tells
-    for cut in range(1, len(whole)):
-        taken_before = make(**options)
-        assert taken(taken_before, cut) == whole[:cut]
-        assert taken(resumed(taken_before.state_dict(), **options)) == whole[cut:]
-        with pytest.raises(StateMismatchError, match=r"global batch size differs.*per_stream.*needs the same"):
-            resumed(taken_before.state_dict(), batch_size=4, **options)
+    every_place(functools.partial(make, **options), epochs=1, read=sources.identify)
+    taken(loader, 2)
+    with pytest.raises(StateMismatchError, match=r"global batch size differs.*per_stream.*needs the same"):
+        resumed(loader.state_dict(), batch_size=4, **options)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +141,13 @@ def test_what_cannot_be_wrapped_says_what_can() -> None:
 
     with pytest.raises(UnsupportedSourceError, match="its own way to iterate"):
         wrap(Own(dataset, batch_size=sources.BATCH))
+
+    class Picky(StreamingDataset):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[Any]:
+            return (sample for sample in super().__iter__() if sample["number"] % 2)
+
+    with pytest.raises(UnsupportedSourceError, match=r"Picky has its own __iter__.*__getitem__"):
+        make(kind=Picky)
 
 
 def test_a_plain_loader_over_a_streaming_dataset_works_too() -> None:
@@ -323,18 +327,23 @@ def test_a_dataset_is_read_for_one_loader_at_a_time(num_workers: int) -> None:
             next(one)
 
 
+def fail_at(dataset: StreamingDataset, call: int) -> None:
+    """Let the thread that reads ahead fail."""
+    calls = itertools.count()
+
+    def prepare(shard: int, blocking: bool = True) -> None:
+        if next(calls) == call:
+            raise OSError("a connection that ended")
+
+    dataset.prepare_shard = prepare
+
+
 @pytest.mark.parametrize(("method", "num_workers"), [("random", 0), ("per_stream", 2)])
 def test_a_pass_that_streaming_ends_silently_ends_no_epoch(method: str, num_workers: int) -> None:
     """As it does where a thread that reads ahead fails; some methods leave nobody to know how many batches remain."""
     source = sources.bare(batching_method=method, num_workers=num_workers)
     loader, whole = wrap(source), taken(make(batching_method=method))
-    calls = itertools.count()
-
-    def fail(shard: int, blocking: bool = True) -> None:
-        if next(calls) == 3:
-            raise OSError("a connection that ended")
-
-    source.dataset.prepare_shard = fail
+    fail_at(source.dataset, 3)
     done: list[list[int]] = []
     with pytest.raises(SourceError, match=r"one of Streaming's prefetching threads has failed"):
         for batch in loader:
@@ -348,13 +357,8 @@ def test_a_pass_that_streaming_ends_silently_ends_no_epoch(method: str, num_work
 def test_a_thread_of_streamings_that_failed_is_not_waited_for(then: str) -> None:
     """It says nothing when it ends, for which Streaming would wait."""
     source = sources.bare(predownload=2)
-    calls, loader = itertools.count(), wrap(source)
-
-    def fail(shard: int, blocking: bool = True) -> None:
-        if next(calls) == 4:
-            raise OSError("a connection that ended")
-
-    source.dataset.prepare_shard = fail
+    loader = wrap(source)
+    fail_at(source.dataset, 4)
     iterator = iter(loader)
     next(iterator)
     while not source.dataset._event.is_set():
@@ -409,21 +413,13 @@ def test_generators_and_the_dataset_stay_as_they_were(num_workers: int) -> None:
     assert not {"_get_work", "_each_sample_id"} & vars(dataset).keys()
 
 
-def test_a_dataset_that_iterates_in_a_way_of_its_own_is_refused() -> None:
-    class Picky(StreamingDataset):  # type: ignore[misc]
-        def __iter__(self) -> Iterator[Any]:
-            return (sample for sample in super().__iter__() if sample["number"] % 2)
-
-    with pytest.raises(UnsupportedSourceError, match=r"Picky has its own __iter__.*__getitem__"):
-        make(kind=Picky)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_error_reaches_the_loop_and_the_loader_goes_on(num_workers: int, tmp_path: Path) -> None:
     whole = taken(make())
     marker = tmp_path / "broken"
     marker.touch()
-    loader = make(failing=(whole[2][1], str(marker)), num_workers=num_workers)
+    failing = functools.partial(sources.Failing, (whole[2][1], str(marker)))
+    loader = make(kind=failing, num_workers=num_workers)
     got: list[list[int]] = []
     for _ in range(2):
         with pytest.raises(RuntimeError, match="out of order"):

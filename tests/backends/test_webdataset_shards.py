@@ -29,7 +29,7 @@ wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
 
 from support import webdataset_sources as sources  # noqa: E402
 from support.object_server import nginx  # noqa: E402
-from support.sources import flat  # noqa: E402
+from support.sources import flat, heads  # noqa: E402
 from support.webdataset_sources import compress, make_shards, number, numbers, plain, write_shard  # noqa: E402
 from support.witness_sources import (  # noqa: E402
     Cases,
@@ -110,10 +110,7 @@ def test_an_unreadable_index_is_built_anew(urls: list[str], cache: Path, damage:
 
 
 def test_shards_added_removed_or_replaced_are_refused(urls: list[str], tmp_path: Path) -> None:
-    loader = midepoch.wrap(numbers(urls))
-    iterator = iter(loader)
-    head = [next(iterator) for _ in range(4)]
-    state = loader.state_dict()
+    head, state = heads(lambda: midepoch.wrap(numbers(urls)), 4)
     extra = make_shards(tmp_path / "extra", [2])
     for changed in ([*urls, *extra], urls[:-1], [*urls[:-1], *extra], urls[::-1]):
         with pytest.raises(StateMismatchError, match=r"shards differs.*5 shards of 20 samples"):

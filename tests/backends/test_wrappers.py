@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
 from midepoch import MidepochWarning, SourceError, World
@@ -316,20 +317,10 @@ def test_a_batch_that_cannot_be_read_is_passed_over_alone(kind: Any, tmp_path: P
 OTHER_LOADERS: dict[str, Callable[[], Any]] = {
     "a stream": lambda: DataLoader(sources.Stream(SIZE), BATCH),
     "a stream with samplers": lambda: DataLoader(sources.Exposing(SIZE), BATCH),
-    "a StatefulDataLoader": lambda: stateful(),
-    "a StatefulDataLoader over a stream": lambda: stateful_stream(),
+    "a StatefulDataLoader": lambda: loader(StatefulDataLoader),
+    "a StatefulDataLoader over a stream": lambda: StatefulDataLoader(sources.Stream(SIZE), BATCH),
     "an endless sampler": lambda: DataLoader(sources.Noisy(SIZE), BATCH, sampler=midepoch.ResumableSampler(SIZE)),
 }
-
-
-def stateful(**keywords: Any) -> Any:
-    stateful_dataloader = pytest.importorskip("torchdata.stateful_dataloader")
-    return loader(stateful_dataloader.StatefulDataLoader, **keywords)
-
-
-def stateful_stream() -> Any:
-    stateful_dataloader = pytest.importorskip("torchdata.stateful_dataloader")
-    return stateful_dataloader.StatefulDataLoader(sources.Stream(SIZE), BATCH)
 
 
 @pytest.mark.parametrize("kind", [wild.OnDevice, wild.Fetcher])

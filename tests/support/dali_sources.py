@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +139,9 @@ def numbered(info: Any) -> np.ndarray[Any, Any]:
 
 
 @pipeline_def(num_threads=1, device_id=None, seed=3, batch_size=4)
-def callback_pipeline(kind: str, root: str, parallel: bool) -> Any:
+def callback_pipeline(kind: str, root: str) -> Any:
     if kind == "external":
-        label = fn.external_source(source=numbered, batch=False, parallel=parallel)
+        label = fn.external_source(source=numbered, batch=False)
     elif kind == "generator":
         label = fn.external_source(source=([np.zeros(1)] * 4 for _ in range(5)))
     else:
@@ -160,16 +159,16 @@ def negated(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 class MakeCallback:
     """A factory that can be pickled."""
 
-    def __init__(self, kind: str, root: str, parallel: bool) -> None:
-        self.arguments = (kind, root, parallel)
+    def __init__(self, kind: str, root: str) -> None:
+        self.arguments = (kind, root)
 
     def __call__(self, checkpointing: dict[str, Any]) -> Any:
         reader = {} if self.arguments[0] != "python" else {"reader_name": "Reader"}
         return DALIGenericIterator([callback_pipeline(*self.arguments, **checkpointing)], ["label", "random"], **reader)
 
 
-def from_factory(kind: str = "external", root: str = "", parallel: bool = False, batch_size: int = 4) -> Any:
-    return midepoch.wrap(dali.factory(MakeCallback(kind, root, parallel)))
+def from_factory(kind: str = "external", root: str = "") -> Any:
+    return midepoch.wrap(dali.factory(MakeCallback(kind, root)))
 
 
 @pipeline_def(num_threads=1, device_id=None, batch_size=3)
@@ -203,7 +202,7 @@ def swap_contents(root: Path) -> None:
 
 
 @pipeline_def(num_threads=2, device_id=None)
-def sampled_pipeline(root: str, size: int, reader: str, options: dict[str, Any], indices: Sequence[int] | None) -> Any:
+def sampled_pipeline(root: str, size: int, reader: str, options: dict[str, Any]) -> Any:
     if reader == "numpy":
         label = dali.readers.numpy(files=[f"{root}/npy/{number:03}.npy" for number in range(size)], **options)
         return label, label + 1000, dali.random.uniform(shape=2)
@@ -212,7 +211,7 @@ def sampled_pipeline(root: str, size: int, reader: str, options: dict[str, Any],
         label = fn.reinterpret(raw, dtype=types.INT32)
     else:
         paths = images(root, size)
-        encoded, label = dali.readers.file(files=paths, labels=indices or list(range(len(paths))), **options)
+        encoded, label = dali.readers.file(files=paths, labels=list(range(len(paths))), **options)
     anchor, shape = dali.random.crop_window(encoded)
     cut = fn.decoders.image_slice(encoded, anchor, shape, axis_names="HW")
     cut = fn.resize(cut, resize_x=12, resize_y=12)
@@ -227,7 +226,7 @@ def sampled(
 ) -> Any:  # fmt: skip
     """A loader fed by midepoch. ``options`` go to the reader, ``pipeline`` to the pipeline."""
     options = {"random_shuffle": True, **options}
-    made = sampled_pipeline(root, size, reader, options, None, batch_size=batch_size, **(pipeline or {}))
+    made = sampled_pipeline(root, size, reader, options, batch_size=batch_size, **(pipeline or {}))
     iterator = KINDS[kind]([made], ["label", "data", "random"], prepare_first_batch=prepare)
     return midepoch.wrap(iterator, seed=seed, world=midepoch.World(rank, world_size), tail=tail, then=then)
 

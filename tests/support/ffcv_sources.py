@@ -159,16 +159,9 @@ def load(
 ) -> Any:  # fmt: skip
     """A wrapped Loader, for the laws."""
     loader = shared(
-        pipelines,
-        kind,
-        order,
-        subset,
-        os_cache=os_cache,
-        drop_last=drop_last,
-        num_workers=num_workers,
-        batch_size=batch_size,
-        batches_ahead=2,
-    )
+        pipelines, kind, order, subset, os_cache=os_cache, drop_last=drop_last, num_workers=num_workers,
+        batch_size=batch_size, batches_ahead=2,
+    )  # fmt: skip
     return midepoch.wrap(loader, seed=seed, world=midepoch.World(rank, world_size), tail=tail)
 
 

@@ -45,10 +45,10 @@ class DrawnShards(IterableDataset[dict[str, str]]):
 
     def __init__(
         self, urls: list[str], weights: Sequence[float] | None = None, nshards: int = sys.maxsize,
-        deterministic: bool = True, epoch: SharedEpoch | int = -1,
+        epoch: SharedEpoch | int = -1,
     ) -> None:  # fmt: skip
         self.urls, self.weights, self.nshards = urls, weights, nshards
-        self.deterministic, self.epoch, self.rng = deterministic, epoch, random.Random()
+        self.epoch, self.rng = epoch, random.Random()
 
     def __iter__(self) -> Iterator[dict[str, str]]:
         if isinstance(self.epoch, SharedEpoch):
@@ -56,8 +56,7 @@ class DrawnShards(IterableDataset[dict[str, str]]):
         else:
             self.epoch += 1
             epoch = self.epoch
-        if self.deterministic:
-            self.rng.seed(seed_here(epoch))
+        self.rng.seed(seed_here(epoch))
         for _ in range(self.nshards):
             if self.weights is None:
                 yield {"url": self.rng.choice(self.urls)}
@@ -103,22 +102,8 @@ def go_on(error: Exception) -> bool:
     return True
 
 
-def samples_of_shards(source: Iterable[Any], handler: Any = go_on) -> Iterator[Any]:
-    """Shards to samples, without an end mark between shards, which only webdataset before 1.0 leaves out."""
-    sample: dict[str, Any] | None = None
-    for file in tar_file_expander(url_opener(source, handler=handler), handler=handler):
-        key, _, kind = file["fname"].partition(".")
-        if sample is None or key != sample["__key__"]:
-            if sample is not None:
-                yield sample
-            sample = {"__key__": key, "__url__": file["__url__"]}
-        sample[kind] = file["data"]
-    if sample is not None:
-        yield sample
-
-
 def samples_of_each_shard(source: Iterable[Any], handler: Any = go_on) -> Iterator[Any]:
-    """The same, as webdataset 1.0 needs it."""
+    """Shards to samples."""
     files = tar_file_expander(url_opener(source, handler=handler), handler=handler)
     yield from wds.tariterators.group_by_keys(files)
 

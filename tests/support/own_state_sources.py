@@ -290,10 +290,6 @@ def without_a_generator() -> Any:
     return torch.utils.data.RandomSampler(range(SIZE))
 
 
-def still(number: int) -> Any:
-    return {"number": np.array([number])}
-
-
 def same(batch: Any) -> Any:
     return batch
 

@@ -12,6 +12,7 @@ import resource
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -156,14 +157,11 @@ def identify(batch: Any) -> list[int]:
 
 def bare(
     size: int = SIZE, batch_size: int = BATCH, num_workers: int = 0, seed: int = SEED, read_log: str | None = None,
-    drop_last: bool = False, failing: tuple[int, str] | None = None, kind: type[StreamingDataset] = StreamingDataset,
+    drop_last: bool = False, kind: Callable[..., StreamingDataset] = StreamingDataset,
     loading: dict[str, Any] | None = None, **options: Any,
 ) -> StreamingDataLoader:  # fmt: skip
     options = {"local": a_copy(size), "batch_size": batch_size, "shuffle": True, "shuffle_seed": seed, **options}
-    if failing is not None:
-        dataset: StreamingDataset = Failing(failing, **options)
-    else:
-        dataset = kind(**options) if read_log is None else Logging(read_log, **options)
+    dataset = kind(**options) if read_log is None else Logging(read_log, **options)
     return StreamingDataLoader(
         dataset, batch_size=batch_size, num_workers=num_workers, drop_last=drop_last, **loading or {}
     )
