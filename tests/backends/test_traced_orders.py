@@ -34,7 +34,7 @@ def parts_of(batch: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("package", "support", "make"),
     [
-        ("ffcv", "ffcv_sources", "support.ffcv_sources:quick_load"),
+        ("ffcv", "ffcv_sources", "support.ffcv_sources:plain_load"),
         ("nvidia.dali", "dali_sources", f"{__file__}:of_dali"),
         ("webdataset", "webdataset_sources", "support.webdataset_sources:indexed"),
     ],

@@ -32,13 +32,7 @@ from support import jobs
 
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 
-pytestmark = faults.QUIET
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MIDEPOCH_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = [*faults.QUIET, pytest.mark.usefixtures("cache")]
 
 
 def shards(folder: Path, counts: tuple[int, ...] = (4, 6, 0, 7, 3), size: int = 0) -> list[str]:

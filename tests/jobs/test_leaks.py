@@ -21,12 +21,7 @@ MEMORY = 24 << 20  # bytes that allocators may keep; of 1,000 epochs a batch of 
 # make 100 pipelines, and 4 to 6 MB in the next 2,700.
 BEFORE = {"dali": 300 if CHAOS else 30}
 
-pytestmark = faults.QUIET
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MIDEPOCH_CACHE", str(tmp_path / "cache"))
+pytestmark = [*faults.QUIET, pytest.mark.usefixtures("cache")]
 
 
 Maker = Callable[[], Any]

@@ -165,6 +165,7 @@ def load(
     return midepoch.wrap(loader, seed=seed, world=midepoch.World(rank, world_size), tail=tail)
 
 
+plain_load = functools.partial(load, pipelines="plain", kind="raw")
 quick_load = functools.partial(load, pipelines="light", kind="raw")
 """What a process compiles in a tenth of the time."""
 

@@ -50,7 +50,6 @@ def _readable(files: Iterable[Any], timeout: float | None) -> list[Any]:
 
 
 _ALWAYS = ("torch", "midepoch")
-_STARTED: list[subprocess.Popen[bytes]] = []  # so that none is warned of as one that still runs
 
 
 @functools.cache
@@ -85,10 +84,11 @@ def _server(modules: tuple[str, ...]) -> str:
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
             command = [sys.executable, __file__, address, *modules]
             server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment)
-            _STARTED.append(server)
             assert server.stdout is not None
-            if server.stdout.readline() != b"ready\n":
-                raise RuntimeError(f"the process that imports {', '.join(modules)} has ended")
+            with server.stdout as said:
+                if said.readline() != b"ready\n":
+                    raise RuntimeError(f"the process that imports {', '.join(modules)} has ended")
+            server.returncode = 0  # nobody waits for it, nor is to be warned of it
     return address
 
 
