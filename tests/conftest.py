@@ -48,21 +48,6 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 DURATIONS = Path(__file__).with_name("durations.json")
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for the indexes of each test alone."""
-    monkeypatch.setenv("MIDEPOCH_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def urls(tmp_path: Path) -> list[str]:
-    """Archives of WebDataset's: 20 samples in five shards of unequal sizes, one of them empty."""
-    from support.webdataset_sources import make_shards
-
-    return make_shards(tmp_path / "shards", [4, 6, 0, 7, 3])
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help="write durations.json from this run")
 
