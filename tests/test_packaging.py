@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name
 
 import midepoch
 from support import forking
-from support.places import ROOT
+from support.places import ROOT, module_of
 
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FOLDERS = {"core": "midepoch", "adapters": "midepoch.adapters", "adapters/trainers": "midepoch.trainers"}
@@ -84,16 +84,12 @@ def test_tested_versions_are_pinned_for_every_requirement() -> None:
             name, version = line.split("==")
             pins[canonicalize_name(name)] = version
     project = PYPROJECT["project"]
-    requirements = [Requirement(text) for text in project["dependencies"]]
-    for extra in project["optional-dependencies"].values():
-        requirements += [Requirement(text) for text in extra]
-    unmet = []
-    for requirement in requirements:
-        if requirement.name == "midepoch":
-            continue
-        pin = pins.get(canonicalize_name(requirement.name))
-        if pin is None or pin not in requirement.specifier:
-            unmet.append(str(requirement))
+    texts = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    needed = [each for each in map(Requirement, texts) if each.name != "midepoch"]
+    unmet = [
+        str(each) for each in needed
+        if (name := canonicalize_name(each.name)) not in pins or pins[name] not in each.specifier
+    ]  # fmt: skip
     assert unmet == []
 
 
@@ -168,10 +164,7 @@ def test_an_import_of_the_wheel_alone_loads_no_backend_and_no_adapter(distributi
 @pytest.fixture
 def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """scripts/setup.py as a module, working on an empty folder."""
-    spec = importlib.util.spec_from_file_location("midepoch_setup", ROOT / "scripts" / "setup.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_of(ROOT / "scripts" / "setup.py")
     for name in ("pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     for name in FOLDERS:

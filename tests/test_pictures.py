@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import re
 import xml.etree.ElementTree
@@ -12,26 +11,18 @@ from types import ModuleType
 
 import pytest
 
-from support.places import ROOT
+from support.places import ROOT, module_of
 
 DOCS = ROOT / "docs"
 
 
-def program(name: str) -> ModuleType:
-    specification = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def pictures() -> ModuleType:
-    return program("pictures")
+    return module_of(DOCS / "pictures.py")
 
 
 def test_the_table_of_attacks_is_that_of_the_results() -> None:
-    attacks = program("attacks")
+    attacks = module_of(DOCS / "attacks.py")
     assert attacks.PAGE.read_text(encoding="utf-8") == attacks.written(), "run python docs/attacks.py"
     assert all(str(row[-1]) in ("0", "-") for row in attacks.lines()[1:])
 

@@ -444,7 +444,7 @@ def ranks(
     (out / "state.json").write_text(json.dumps(state))
     told = ["-" if state is None else out / "state.json", steps, size, batch_size, replication or 1]
     command = [sources.__file__, str(out), *map(str, told)]
-    processes = jobs.ranks([command] * world_size, modules=("support.streaming_apart",))
+    processes = jobs.ranks(command, world_size, modules=("support.streaming_apart",))
     errors = [process.communicate(timeout=120)[1] for process in processes]
     assert not any(process.returncode for process in processes), "\n".join(errors)[-3000:]
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world_size)]

@@ -71,11 +71,10 @@ def run(log: Path, name: str, workers: int, kept: bool, seed: int, state: Any, s
     return {"batches": batches, "told": told(), "refused": refused, "states": states}
 
 
-def started(task: Any, result: Path) -> int:
+def start(task: Any, result: Path) -> None:
     """A process that runs a task."""
-    process = os.fork()
-    if process:
-        return process
+    if os.fork():
+        return
     try:
         result.write_text(json.dumps(run(result.with_suffix(".log"), *task)))
     except BaseException:  # noqa: BLE001  # the process ends here
@@ -89,14 +88,11 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         results = [Path(folder) / str(number) for number in range(len(tasks))]
-        running = 0
-        for task, result in zip(tasks, results, strict=True):
-            if running == AT_ONCE:
+        for number, (task, result) in enumerate(zip(tasks, results, strict=True)):
+            if number >= AT_ONCE:
                 os.wait()
-                running -= 1
-            started(task, result)
-            running += 1
-        for _ in range(running):
+            start(task, result)
+        for _ in results[-AT_ONCE:]:
             os.wait()
         print(json.dumps([json.loads(each.read_text()) if each.exists() else None for each in results]))
 

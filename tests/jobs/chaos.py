@@ -27,7 +27,7 @@ import traceback
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -352,19 +352,6 @@ class Wrong(AssertionError):  # noqa: N818  # a verdict
     """A sample was lost, repeated or different, or a job did not end."""
 
 
-@dataclass
-class Tally:
-    """What happened."""
-
-    faults: Counter[str] = field(default_factory=Counter)
-    jobs: int = 0
-    samples: int = 0
-
-    @property
-    def kills(self) -> int:
-        return sum(self.faults.values())
-
-
 _LOST_SIGNAL = re.compile(r"^Exception ignored in.*?SignalException", re.MULTILINE | re.DOTALL)
 
 
@@ -374,7 +361,7 @@ class Chaos:
     def __init__(self, name: str, seed: int, folder: Path) -> None:
         self.backend, self.random = BACKENDS[name], random.Random(seed)
         self.folder, self.board = folder, Board()
-        self.tally = Tally()
+        self.faults, self.jobs = Counter[str](), 0
         self.data = folder / "data"
         self.data.mkdir()
         os.environ["MIDEPOCH_CACHE"] = str(folder / "cache")
@@ -436,7 +423,7 @@ class Chaos:
 
     def job(self, kills: int) -> None:
         """From nothing to the end, hit as often as that takes, and at most so many times."""
-        folder = self.folder / f"job{self.tally.jobs}"
+        folder = self.folder / f"job{self.jobs}"
         folder.mkdir()
         idle, before = 0, -1
         while True:
@@ -453,18 +440,17 @@ class Chaos:
             restarts = 2 if self.random.random() < 0.1 else 0
             agent = self.launch(folder, ranks, workers, restarts)
             for _ in range(1 + restarts):
-                if self.tally.kills < kills:
+                if self.faults.total() < kills:
                     self.disturb(agent)
             # Whoever is left is killed after a moment, as most schedulers do it, or notices by itself. A rank's worker
             # processes keep its connections open for some seconds after it.
-            if not restarts and self.random.random() < 0.75 and self.tally.kills < kills:
+            if not restarts and self.random.random() < 0.75 and self.faults.total() < kills:
                 self.wait(agent, folder, self.random.uniform(0.01, 0.5))
             else:
                 self.wait(agent, folder)
         if total != self.total or done != self.whole:
             raise Wrong(f"a job ended with {total}, and not with {self.total}")
-        self.tally.jobs += 1
-        self.tally.samples += SIZE * EPOCHS
+        self.jobs += 1
         shutil.rmtree(folder)
 
     def disturb(self, agent: int) -> None:
@@ -480,7 +466,7 @@ class Chaos:
             if found and (not steps or (first is not None and at >= first + steps)):
                 time.sleep(delay)
                 pid = self.random.choice(list(self.board.steps() or found))
-                self.tally.faults[hit(fault, agent, pid, self.random)] += 1
+                self.faults[hit(fault, agent, pid, self.random)] += 1
                 return
             time.sleep(0.0003)
 
@@ -506,15 +492,14 @@ def run(name: str, kills: int, seed: int) -> dict[str, Any]:
     """
     folder, started = Path(tempfile.mkdtemp(prefix=f"midepoch-chaos-{name}-")), time.monotonic()
     chaos = Chaos(name, seed, folder)
-    while chaos.tally.kills < kills:
+    while chaos.faults.total() < kills:
         chaos.job(kills)
         minutes = (time.monotonic() - started) / 60
-        print(f"{chaos.tally.jobs} jobs, {chaos.tally.kills} kills, {minutes:.0f} min", file=sys.stderr, flush=True)
+        print(f"{chaos.jobs} jobs, {chaos.faults.total()} kills, {minutes:.0f} min", file=sys.stderr, flush=True)
     shutil.rmtree(folder)
-    tally = chaos.tally
     return {
-        "backend": name, "seed": seed, "kills": tally.kills, "jobs": tally.jobs, "samples": tally.samples,
-        "lost": 0, "repeated": 0, "different": 0, "faults": dict(tally.faults),
+        "backend": name, "seed": seed, "kills": chaos.faults.total(), "jobs": chaos.jobs,
+        "samples": chaos.jobs * SIZE * EPOCHS, "lost": 0, "repeated": 0, "different": 0, "faults": dict(chaos.faults),
         "seconds": round(time.monotonic() - started),
     }  # fmt: skip
 

@@ -141,22 +141,14 @@ def test_an_endless_iterator_over_epochs_is_exact_or_told(name: str, first: int,
         assert got == expected or told, step
 
 
-def named(name: str) -> Body:
-    return Body.random(int(name)) if name.isdigit() else SHAPES[name]
-
-
-@pytest.mark.parametrize("name", bodies.BODIES)
-def test_a_program_that_is_killed_anywhere_does_the_same(name: str, tmp_path: Path) -> None:
-    check(bodies.BODIES[name], tmp_path, LONG)
-
-
 LONG = bool(os.environ.get("MIDEPOCH_CHAOS"))
 DRAWN = [str(seed) for seed in range(200 if LONG else 4)]  # bodies that nobody thought of
 
 
-@pytest.mark.parametrize("name", [*SHAPES, *DRAWN])
-def test_a_shape_of_body(name: str, tmp_path: Path) -> None:
-    if name in SHAPES and any(loop.longest for loop in SHAPES[name].loops):
-        check_refused(named(name), tmp_path)
+@pytest.mark.parametrize("name", [*bodies.BODIES, *SHAPES, *DRAWN])
+def test_a_program_that_is_killed_anywhere_does_the_same(name: str, tmp_path: Path) -> None:
+    body = bodies.BODIES.get(name) or SHAPES.get(name) or Body.random(int(name))
+    if isinstance(body, Body) and name in SHAPES and any(loop.longest for loop in body.loops):
+        check_refused(body, tmp_path)
     else:
-        check(named(name), tmp_path, LONG)
+        check(body, tmp_path, LONG)

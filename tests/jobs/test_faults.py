@@ -240,15 +240,8 @@ def test_a_server_out_of_order_changes_no_batch(server: faults.Server, tmp_path:
 # --- workers that are killed ---
 
 
-class Slow(jobs.Noisy):
-    """Samples that take a moment, and random numbers with them."""
-
-    def __init__(self, size: int = 96) -> None:
-        super().__init__(size)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.001)
-        return super().__getitem__(index)
+def slow(**options: Any) -> DataLoader[Any]:
+    return DataLoader(jobs.Noisy(96, 0.001), 4, **options)
 
 
 def lists(batches: Any) -> list[Any]:
@@ -274,11 +267,11 @@ def errors_of(killed: list[psutil.Process]) -> int:
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_killed_worker_loses_no_batch_and_repeats_none(persistent: bool) -> None:
-    whole = lists(midepoch.wrap(DataLoader(Slow(), 4), seed=1))
+    whole = lists(midepoch.wrap(slow(), seed=1))
     generator = random.Random(5)
     errors = 0
     for kill in range(12 if CHAOS else 4):
-        loader = midepoch.wrap(DataLoader(Slow(), 4, num_workers=2, persistent_workers=persistent), seed=1)
+        loader = midepoch.wrap(slow(num_workers=2, persistent_workers=persistent), seed=1)
         others = set(multiprocessing.active_children())
         batches, got = iter(loader), []
         at, killed = generator.randrange(1, 16), []
@@ -301,7 +294,7 @@ def test_a_killed_worker_loses_no_batch_and_repeats_none(persistent: bool) -> No
         assert (state["epoch"], state["position"]) == (0, 4 * len(got)) or len(got) == len(whole)
         if kill % 2:
             loader.close()
-            loader = midepoch.wrap(DataLoader(Slow(), 4, num_workers=1), seed=1)
+            loader = midepoch.wrap(slow(num_workers=1), seed=1)
             loader.load_state_dict(state)
             batches = iter(loader)
         if len(got) < len(whole):
@@ -317,7 +310,7 @@ def test_a_killed_worker_loses_no_batch_and_repeats_none(persistent: bool) -> No
 def test_clocks_that_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By days, back and forth, at every look at the clock: nothing that midepoch does goes by the time of day."""
     urls = shards(tmp_path / "shards")
-    whole, noisy = list(indexed(urls)), lists(midepoch.wrap(DataLoader(Slow(), 4), seed=1))
+    whole, noisy = list(indexed(urls)), lists(midepoch.wrap(slow(), seed=1))
     real, jumps = time.time, random.Random(3)
     monkeypatch.setattr(time, "time", lambda: real() + 86400 * jumps.uniform(-400, 400))
     monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
@@ -325,7 +318,7 @@ def test_clocks_that_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         os.utime(url, ((1e9, 4e9)[number % 2],) * 2)
     assert [list(indexed(urls)) for _ in range(2)] == [whole] * 2
     path, got = tmp_path / "snapshot.pt", list[Any]()
-    loader = midepoch.wrap(DataLoader(Slow(), 4), seed=1)
+    loader = midepoch.wrap(slow(), seed=1)
     with Snapshot(path, every=3, data=loader, signals=()) as snapshot:
         for batch in loader:
             got.append(batch.tolist())
@@ -333,7 +326,7 @@ def test_clocks_that_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             os.utime(tmp_path, (1e9, 1e9))
             assert len(got) < 3 or torch.load(path, weights_only=True)["steps"] == len(got) // 3 * 3
     assert got == noisy
-    with Snapshot(path, data=midepoch.wrap(DataLoader(Slow(), 4), seed=1), signals=()) as again:
+    with Snapshot(path, data=midepoch.wrap(slow(), seed=1), signals=()) as again:
         assert again.load() and again.steps == 24
 
 
@@ -343,7 +336,7 @@ def test_clocks_that_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_workers_are_forked_while_threads_run(tmp_path: Path) -> None:
     """torch's threads compute, another thread iterates a loader of its own: no worker waits for a lock of theirs."""
     urls = shards(tmp_path / "shards")
-    shard_batches, noisy = list(indexed(urls)), lists(midepoch.wrap(DataLoader(Slow(), 4), seed=1))
+    shard_batches, noisy = list(indexed(urls)), lists(midepoch.wrap(slow(), seed=1))
     stop = threading.Event()
 
     def compute() -> None:
@@ -358,7 +351,7 @@ def test_workers_are_forked_while_threads_run(tmp_path: Path) -> None:
         running = [pool.submit(each) for each in (compute, iterate)]
         try:
             for turn in range(60 if CHAOS else 3):
-                loader = DataLoader(Slow(), 4, num_workers=2, multiprocessing_context="fork", timeout=60)
+                loader = slow(num_workers=2, multiprocessing_context="fork", timeout=60)
                 with midepoch.wrap(loader, seed=1) as wrapped:
                     assert lists(wrapped) == noisy, turn
                 with indexed(urls, 2) as wrapped:

@@ -255,12 +255,8 @@ def quiet() -> Held:
 
 def settled(before: Held, patience: float = 30.0) -> Held:
     """`held` when nothing but memory is more than `before`, or when patience is at its end."""
-    until = time.monotonic() + patience
-    while True:
-        now = held()
-        if all(mine <= theirs for mine, theirs in zip(now[:4], before[:4], strict=True)) or time.monotonic() > until:
-            return now
-        time.sleep(0.05)
+    wait_until(lambda: all(mine <= theirs for mine, theirs in zip(held()[:4], before[:4], strict=True)), patience)
+    return held()
 
 
 def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> bool:

@@ -28,30 +28,25 @@ def drawn(index: int) -> torch.Tensor:
     return torch.tensor([float(index), float(torch.rand(()))])
 
 
-class Noisy(Dataset[torch.Tensor]):
-    """Sample i is (i, a number that torch draws)."""
+class Noisy(Dataset[Any]):
+    """Sample i is (i, a number that torch draws), and takes so many seconds."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, seconds: float = 0.0) -> None:
+        self.size, self.seconds = size, seconds
 
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds)
         return drawn(index)
 
 
-class Rows(Dataset[dict[str, torch.Tensor]]):
+class Rows(Noisy):
     """The same, under the name that a model takes it by."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"x": drawn(index)}
+        return {"x": super().__getitem__(index)}
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -135,15 +130,11 @@ def free_port() -> str:
         return str(found.getsockname()[1])
 
 
-def ranks(commands: Sequence[Sequence[str | Path]], distributed: bool = True, **options: Any) -> list[forking.Program]:
-    """A process for each command, which are the ranks of one world, as if a launcher had started them."""
-    port, size = free_port(), str(len(commands))
-    world = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": size} if distributed else {}
-    started = []
-    for rank, command in enumerate(commands):
-        own = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} if distributed else {}
-        started.append(forking.Program(command, env=environment(**own), **{"modules": MODULES, **options}))
-    return started
+def ranks(command: Sequence[str | Path], count: int, **options: Any) -> list[forking.Program]:
+    """So many processes, which are the ranks of one world, as if a launcher had started them."""
+    world = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "WORLD_SIZE": str(count)}
+    owns = ({**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count))
+    return [forking.Program(command, env=environment(**own), **{"modules": MODULES, **options}) for own in owns]
 
 
 def torchrun(

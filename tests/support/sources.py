@@ -294,10 +294,10 @@ class Restartable:
 
 
 class Counter:
-    """A source with a state of its own: its batches are numbers, and it keeps count."""
+    """A source with a state of its own: its batches are numbers, and it keeps count; it may fail at a batch."""
 
-    def __init__(self, count: int = 6) -> None:
-        self.count, self.given, self.resumes = count, 0, False
+    def __init__(self, count: int = 6, bad: int = -1) -> None:
+        self.count, self.given, self.resumes, self.bad = count, 0, False, bad
 
     def __iter__(self) -> Iterator[int]:
         if not self.resumes:
@@ -305,6 +305,8 @@ class Counter:
         self.resumes = False
         while self.given < self.count:
             self.given += 1
+            if self.given - 1 == self.bad:
+                raise RuntimeError("the disk is gone")
             yield self.given - 1
         self.given = 0
 

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -54,12 +53,6 @@ class Job:
     snapshot: bool = False
 
 
-class Slow(jobs.Noisy):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.005)
-        return super().__getitem__(index)
-
-
 class Model(torch.nn.Module):
     """Counts how often each sample was trained on, and steps."""
 
@@ -79,9 +72,8 @@ class Store(TCPStore):
 
 
 def make(job: Job) -> midepoch.Loader:
-    source = DataLoader(
-        Slow(SIZE), batch_size=BATCH, shuffle=True, num_workers=job.workers, persistent_workers=job.persistent
-    )
+    workers: dict[str, Any] = {"num_workers": job.workers, "persistent_workers": job.persistent}
+    source = DataLoader(jobs.Noisy(SIZE, 0.005), batch_size=BATCH, shuffle=True, **workers)
     return midepoch.wrap(source, seed=3, global_batch=12)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning_runs import Recorder
 from torch.utils.data import DataLoader
 
 import midepoch
@@ -30,20 +31,16 @@ def make(kind: str, ranks: int) -> midepoch.Loader:
     return midepoch.wrap(DataLoader(jobs.Noisy(SIZE), batch_size=batch_size, shuffle=True), seed=3)
 
 
-class Recorder(lightning.LightningModule):
-    def __init__(self, log: Path) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.path = log
+class Drawing(Recorder):
+    def __init__(self, path: Path) -> None:
+        super().__init__([])
+        self.path = path
 
-    def training_step(self, batch: Any, batch_index: int) -> torch.Tensor:
-        step = [self.trainer.current_epoch, batch_index, batch.tolist(), float(torch.rand(()))]
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        step = [*self.log_of[-1][1:], float(torch.rand(()))]
         jobs.note(self.path.with_name(f"{self.path.name}-{self.global_rank}"), step)
-        loss: torch.Tensor = self.layer(batch[:, :1]).mean()
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 class SaveAndStop(lightning.Callback):
@@ -74,7 +71,7 @@ def main() -> None:
         enable_checkpointing=False, callbacks=[SaveAndStop(path.with_suffix(".ckpt"), options.stop), ExactResume()],
     )  # fmt: skip
     loader = make(options.kind, options.ranks)
-    trainer.fit(Recorder(path), loader, ckpt_path=options.checkpoint, weights_only=False)
+    trainer.fit(Drawing(path), loader, ckpt_path=options.checkpoint, weights_only=False)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
 from midepoch import MidepochWarning, Snapshot, SnapshotError, StateError
-from support import jobs
-from support.sources import plain
+from support import jobs, sources
 
 LEFT_OUT = r"the state of 1 batches ago is not known .*The present state is saved.*pass remember=1"
 
@@ -38,30 +37,19 @@ def make(remember: int) -> midepoch.Loader:
 # --- Lightning --------------------------------------------------------------------------------------------------------
 
 
-class Stream:
+class Stream(sources.Counter):
     """A source with a state of its own, which may fail; a subclass knows its length."""
 
-    def __init__(self, size: int = 5, bad: int = -1) -> None:
-        self.size, self.at, self.bad = size, 0, bad
+    def __init__(self, bad: int = -1) -> None:
+        super().__init__(5, bad)
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        while self.at < self.size:
-            self.at += 1
-            if self.at - 1 == self.bad:
-                raise RuntimeError("the disk is gone")
-            yield torch.tensor([[0.0, self.at - 1.0]])
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.tensor([[0.0, float(each)]]) for each in super().__iter__())
 
 
 class Sized(Stream):
     def __len__(self) -> int:
-        return self.size
+        return self.count
 
 
 SOURCES: dict[str, Callable[[int], Any]] = {
@@ -168,7 +156,7 @@ def test_a_snapshot_of_a_step_that_raises(remember: int, tmp_path: Path) -> None
                 except BadStepError:
                     snapshot.save(in_flight=1)
                     raise
-                log.append(plain(batch))
+                log.append(sources.plain(batch))
                 snapshot.step()
 
     log: list[Any] = []

@@ -244,26 +244,6 @@ def test_the_feed_begins_quorums_and_counts_votes(managers: Managers) -> None:
         manager.shutdown(wait=False)
 
 
-def test_a_saved_state_says_what_was_voted_for(managers: Managers) -> None:
-    manager = managers()
-    batches = feed(manager, wrapped())
-    each = iter(batches)
-    next(each)
-    assert batches.state_dict()["position"] == 0
-    with pytest.raises(MidepochError, match="within a step"):
-        batches.load_state_dict(batches.state_dict())
-    assert manager.should_commit()
-    saved = batches.state_dict()
-    assert saved["position"] == 4
-    next(each)
-    manager.report_error(RuntimeError("a link broke"))
-    assert not manager.should_commit()
-    assert batches.state_dict() == saved
-    batches.load_state_dict(saved)
-    assert next(each).tolist() == [4, 5, 6, 7]
-    assert manager.should_commit()
-
-
 def test_a_step_is_one_vote(managers: Managers) -> None:
     manager = managers()
     batches = feed(manager, wrapped(tail=None, global_batch=8))
@@ -271,7 +251,9 @@ def test_a_step_is_one_vote(managers: Managers) -> None:
     with pytest.raises(MidepochError, match="for which no batch was taken"):
         manager.should_commit()
     next(each)
-    assert not batches.step_due
+    assert not batches.step_due and batches.state_dict()["position"] == 0
+    with pytest.raises(MidepochError, match="within a step"):
+        batches.load_state_dict(batches.state_dict())
     with pytest.raises(MidepochError, match=r"only a part of the global batch.*until feed\.step_due"):
         manager.should_commit()
     assert next(each).tolist() == [4, 5, 6, 7]
@@ -279,7 +261,12 @@ def test_a_step_is_one_vote(managers: Managers) -> None:
     with pytest.raises(MidepochError, match=r"before the vote on the last one: call optimizer\.step"):
         next(each)
     assert manager.should_commit()
-    assert batches.position == 8
+    saved = batches.state_dict()
+    assert batches.position == saved["position"] == 8
+    next(each)
+    batches._manager.report_error(RuntimeError("a link broke"))
+    next(each)
+    assert not manager.should_commit() and batches.state_dict() == saved
 
 
 @pytest.mark.parametrize(("kind", "sync_every"), [(LocalSGD, 1), (LocalSGD, 4), (DiLoCo, 1), (DiLoCo, 4)])
@@ -304,24 +291,22 @@ def test_what_trains_between_quorums_is_refused_by_name(managers: Managers, kind
 def test_what_cannot_be_fed_is_refused(managers: Managers) -> None:
     manager, fed_before = managers(), managers("fed")
     feed(fed_before, wrapped())
-    with pytest.raises(MidepochError, match="call it once"):
-        feed(fed_before, wrapped())
-    with pytest.raises(TypeError, match="and a wrapped loader, got a Manager and a list"):
-        feed(manager, [[1], [2]])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="got a str and a Loader"):
-        feed("manager", wrapped())
-    with pytest.raises(ValueError, match=r"tail='pad'.*pass tail='uneven'"):
-        feed(manager, wrapped(tail=None))
-    with pytest.raises(ValueError, match=r"on_error='next'.*stand elsewhere than the other groups: leave on_error out"):
-        feed(manager, wrapped(on_error="next"))
-    with pytest.raises(UnsupportedSourceError, match="length is not known"):
-        feed(manager, midepoch.wrap(sources.numbers, shard=True, tail="uneven", world=World()))
-    with pytest.raises(UnsupportedSourceError, match="cannot be shared by another number of ranks"):
-        own: Any = DataLoader(range(12), batch_size=2)  # type: ignore[arg-type]
-        feed(manager, midepoch.wrap(own, shard=False, tail="uneven", world=World()))
     spares = managers("spares", min_replica_size=2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES)
-    with pytest.raises(UnsupportedSourceError, match="fewer ranks in a group than groups"):
-        feed(spares, wrapped(world=World(0, 3)))
+    kept: dict[str, Any] = {"tail": "uneven", "world": World()}
+    own: Any = DataLoader(range(12), batch_size=2)  # type: ignore[arg-type]
+    cases: list[tuple[Any, Any, type[Exception], str]] = [
+        (fed_before, wrapped(), MidepochError, "call it once"),
+        (manager, [[1], [2]], TypeError, "and a wrapped loader, got a Manager and a list"),
+        ("manager", wrapped(), TypeError, "got a str and a Loader"),
+        (manager, wrapped(tail=None), ValueError, r"tail='pad'.*pass tail='uneven'"),
+        (manager, wrapped(on_error="next"), ValueError, "on_error='next'.*elsewhere than the other groups: leave on_e"),
+        (manager, midepoch.wrap(sources.numbers, shard=True, **kept), UnsupportedSourceError, "length is not known"),
+        (manager, midepoch.wrap(own, shard=False, **kept), UnsupportedSourceError, "cannot be shared by another numb"),
+        (spares, wrapped(world=World(0, 3)), UnsupportedSourceError, "fewer ranks in a group than groups"),
+    ]
+    for whose, loader, error, told in cases:
+        with pytest.raises(error, match=told):
+            feed(whose, loader)
 
 
 class Groups:

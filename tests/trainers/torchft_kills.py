@@ -190,53 +190,50 @@ def run_job(
             count = 1
         return (chance.choice([None, *range(ranks)]) if ranks > 1 else None), (point, count)
 
-    with contextlib.ExitStack() as servers:
-        mortal = MortalLighthouse() if outages else None
-        address = servers.enter_context(lighthouse()) if mortal is None else mortal.address
-        common = {"lighthouse": address, "folder": str(folder), "sampler": groups if sampler else None, **job}
-        alive = {number: Group(number, ranks, common, plan(False)) for number in range(groups)}
-        outcome.launches = groups
-        back: dict[int, float] = {}
-        apart: list[str] = []
-        try:
-            while (alive or back) and time.monotonic() - began < limit:
-                for number, group in list(alive.items()):
-                    statuses = group.poll()
-                    if all(status == 0 for status in statuses):
-                        del alive[number]
-                    elif any(status not in (None, 0) for status in statuses):
-                        group.kill()
-                        if not any(status == -9 for status in statuses):
-                            said = group.said(folder)
-                            if any(words in said for words in ENDS) and ranks > 1:
-                                outcome.ended += 1
-                            else:
-                                told = apart if APART in said else outcome.errors
-                                told.append(f"group {number} ended with {statuses}: {said}")
-                        del alive[number]
-                        back[number] = time.monotonic() + chance.uniform(0.1, 1.0)
-                for number, due in list(back.items()):
-                    if time.monotonic() >= due:
-                        del back[number]
-                        alive[number] = Group(number, ranks, common, plan(True))
-                        outcome.launches += 1
-                if mortal is not None:
-                    mortal.poll()
-                    if outcome.outages < outages and not mortal.back and _steps(folder) > 20 * (outcome.outages + 1):
-                        mortal.die(chance.uniform(0.1, 1.5))
-                        outcome.outages += 1
-                time.sleep(0.02)
-        finally:
-            if mortal is not None:
-                mortal.process.kill()
-            for group in alive.values():
-                group.kill()
-                if time.monotonic() - began >= limit:
-                    outcome.errors.append(f"group {group.number} was not done: {group.said(folder)}")
+    server = MortalLighthouse()
+    common = {"lighthouse": server.address, "folder": str(folder), "sampler": groups if sampler else None, **job}
+    alive = {number: Group(number, ranks, common, plan(False)) for number in range(groups)}
+    outcome.launches = groups
+    back: dict[int, float] = {}
+    apart: list[str] = []
+    try:
+        while (alive or back) and time.monotonic() - began < limit:
+            for number, group in list(alive.items()):
+                statuses = group.poll()
+                if all(status == 0 for status in statuses):
+                    del alive[number]
+                elif any(status not in (None, 0) for status in statuses):
+                    group.kill()
+                    if not any(status == -9 for status in statuses):
+                        said = group.said(folder)
+                        if any(words in said for words in ENDS) and ranks > 1:
+                            outcome.ended += 1
+                        else:
+                            told = apart if APART in said else outcome.errors
+                            told.append(f"group {number} ended with {statuses}: {said}")
+                    del alive[number]
+                    back[number] = time.monotonic() + chance.uniform(0.1, 1.0)
+            for number, due in list(back.items()):
+                if time.monotonic() >= due:
+                    del back[number]
+                    alive[number] = Group(number, ranks, common, plan(True))
+                    outcome.launches += 1
+            server.poll()
+            if outcome.outages < outages and not server.back and _steps(folder) > 20 * (outcome.outages + 1):
+                server.die(chance.uniform(0.1, 1.5))
+                outcome.outages += 1
+            time.sleep(0.02)
+    finally:
+        server.process.kill()
+        for group in alive.values():
+            group.kill()
+            if time.monotonic() - began >= limit:
+                outcome.errors.append(f"group {group.number} was not done: {group.said(folder)}")
+    # What each process has written down last is in its log: how groups came to two places.
     if _began_anew(folder) or outcome.outages:
         outcome.ended += len(apart)
     else:
-        outcome.errors += [f"{each}\n{_last_steps(folder)}" for each in apart]
+        outcome.errors += apart
     outcome.kills = Counter(path.read_text() for path in folder.glob("died-*"))
     votes = [done for log in folder.glob("log-*") for _, done, *_ in jobs.noted(log)]
     outcome.steps, outcome.failed = sum(votes), len(votes) - sum(votes)
@@ -262,12 +259,6 @@ def _began_anew(folder: Path) -> bool:
     logs = [jobs.noted(log) for log in folder.glob("log-*")]
     times = [when for log in logs for step, done, _, _, when in log if done and step == 1]
     return bool(times) and max(times) - min(times) > 0.5
-
-
-def _last_steps(folder: Path) -> str:
-    """What each process has written down last, to tell how groups came to two places."""
-    logs = ((log.name, log.read_text().splitlines()[-8:]) for log in sorted(folder.glob("log-*")))
-    return "\n".join(f"{name}: {' '.join(lines)}" for name, lines in logs)
 
 
 def _steps(folder: Path) -> int:

@@ -170,9 +170,6 @@ class Manager:
             self._apply()
             self._healing = False
 
-    def wait_quorum(self) -> None:
-        pass
-
     def _apply(self) -> None:
         if self._pending_state_dict is None:
             assert self._error is not None
@@ -210,6 +207,8 @@ class Manager:
 
     def wait(self) -> None:
         pass
+
+    wait_quorum = wait
 
     def ready(self) -> bool:
         """What this rank votes for; before it, the state that was sent is loaded."""
