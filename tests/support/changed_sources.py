@@ -38,7 +38,12 @@ class Augmented(Dataset[torch.Tensor]):
         return torch.tensor([index + 1000.0 * self.version, drawn * (1 + self.epoch), mixed], dtype=torch.float64)
 
 
-class TellsTheEpoch(Sampler[int]):
+class Whole(Sampler[int]):
+    def __len__(self) -> int:
+        return SIZE
+
+
+class TellsTheEpoch(Whole):
     """Tells the dataset its epoch when it is asked for its iterator."""
 
     def __init__(self, dataset: Augmented) -> None:
@@ -51,11 +56,8 @@ class TellsTheEpoch(Sampler[int]):
         self.dataset.set_epoch(self.epoch)
         return iter(torch.randperm(SIZE).tolist())
 
-    def __len__(self) -> int:
-        return SIZE
 
-
-class Remembers(Sampler[int]):
+class Remembers(Whole):
     """Begins with what it has given last in the pass before."""
 
     def __init__(self) -> None:
@@ -66,9 +68,6 @@ class Remembers(Sampler[int]):
         order += [each for each in torch.randperm(SIZE).tolist() if each not in order]
         self.seen = order
         return iter(order)
-
-    def __len__(self) -> int:
-        return SIZE
 
 
 class StartsLater(Sampler[int]):

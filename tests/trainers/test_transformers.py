@@ -62,26 +62,6 @@ class Stop(transformers.TrainerCallback):
             control.should_training_stop = control.should_save = True
 
 
-@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.long), 3])
-def test_cut_between_steps(accumulate: int, tmp_path: Path) -> None:
-    whole, theirs = list[Any](), vars(transformers.trainer)["skip_first_batches"]
-    settings: dict[str, Any] = {"gradient_accumulation_steps": accumulate}
-    reference = fed(tmp_path, whole, **settings)
-    reference.train()
-    assert whole == [batch["x"].tolist() for loader in [make()] for _ in range(2) for batch in loader]
-    steps = reference.state.global_step
-    for cut in sorted({1, steps // 2 - 1, steps // 2, steps // 2 + 1, steps - 1}):
-        seen: list[Any] = []
-        first = fed(tmp_path, seen, **settings)
-        first.add_callback(Stop(cut))
-        first.train()
-        again = fed(tmp_path, seen, **settings)
-        again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{cut}"))
-        assert (seen, again.state.global_step) == (whole, steps), cut
-        assert same_weights(again, reference), f"weights differ after a cut at step {cut}"
-        assert vars(transformers.trainer)["skip_first_batches"] is theirs
-
-
 def test_another_split_and_another_argument_are_refused(tmp_path: Path) -> None:
     first = fed(tmp_path, [])
     first.add_callback(Stop(5))
@@ -100,20 +80,28 @@ def signalled(trainer: Any) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_checkpoint_in_the_middle_of_a_step(accumulate: int, tmp_path: Path) -> None:
-    """What was read for this step is given again."""
-    whole: list[Any] = []
-    settings: dict[str, Any] = {"gradient_accumulation_steps": accumulate, "enable_jit_checkpoint": True}
+@pytest.mark.parametrize(
+    ("accumulate", "within"), [(3, False), (1, True), (3, True), pytest.param(1, False, marks=pytest.mark.long)]
+)
+def test_a_run_that_is_cut_goes_on(accumulate: int, within: bool, tmp_path: Path) -> None:
+    """Between steps, or by a signal within one: what was read for it is given again."""
+    whole, theirs = list[Any](), vars(transformers.trainer)["skip_first_batches"]
+    settings: dict[str, Any] = {"gradient_accumulation_steps": accumulate, "enable_jit_checkpoint": within}
     reference = fed(tmp_path, whole, **settings)
     reference.train()
-    for at in (2, 9, 14):
-        seen, again, folder = list[Any](), list[Any](), tmp_path / f"at{at}"
-        fed(folder, seen, at=at, act=signalled, **settings).train()
+    assert whole == [batch["x"].tolist() for loader in [make()] for _ in range(2) for batch in loader]
+    steps = reference.state.global_step
+    for cut in (2, 9, 14) if within else sorted({1, steps // 2 - 1, steps // 2, steps // 2 + 1, steps - 1}):
+        seen, again, folder = list[Any](), list[Any](), tmp_path / f"at{cut}"
+        first = fed(folder, seen, at=cut if within else -1, act=signalled, **settings)
+        first.add_callback(Stop(-1 if within else cut))
+        first.train()
         resumed = fed(folder, again, **settings)
         resumed.train(resume_from_checkpoint=str(next(folder.glob("checkpoint-*"))))
-        assert len(again) > len(whole) - at and seen[: len(whole) - len(again)] + again == whole, at
-        assert same_weights(resumed, reference)
+        rest = len(whole) - len(again)
+        assert seen[:rest] + again == whole and (rest < len(seen)) is within, cut
+        assert resumed.state.global_step == steps and same_weights(resumed, reference), cut
+        assert vars(transformers.trainer)["skip_first_batches"] is theirs
 
 
 class Failing(sources.Counter):
