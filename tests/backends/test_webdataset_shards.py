@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -159,35 +159,26 @@ def test_a_missing_shard_is_an_error_unless_the_handler_goes_on(
     assert f"{urls[1]}: the shard is lost" in caplog.text
 
 
-def _damage(path: Path, kind: str) -> int:
-    """Damage a shard at its fifth sample; the number of samples that are whole, as far as can be known."""
-    index = index_tar(path)
-    data = bytearray(path.read_bytes())
-    header, content = int(index.headers[8]), int(index.offsets[8])  # two files a sample
-    if kind == "truncated in the data":
-        data = data[: content + 1]
-    elif kind == "cut between files":
-        data = data[: int(index.headers[9])]
-    elif kind == "cut between samples":
-        data = data[:header]
-    elif kind == "corrupt header":
-        data[content - 500 : content - 400] = bytes(100)
-    elif kind == "no end marker":
-        data = data[: index.end]
-    path.write_bytes(data)
-    return 7 if kind == "no end marker" else 4
-
-
-DAMAGE = ["truncated in the data", "cut between files", "cut between samples", "corrupt header", "no end marker"]
+# Of a shard that is damaged at its fifth sample, and how many of its samples are known to be whole; each has two files.
+DAMAGED: dict[str, tuple[Callable[[bytes, Any], bytes], int]] = {
+    "truncated in the data": (lambda data, index: data[: int(index.offsets[8]) + 1], 4),
+    "cut between files": (lambda data, index: data[: int(index.headers[9])], 4),
+    "cut between samples": (lambda data, index: data[: int(index.headers[8])], 4),
+    "corrupt header": (
+        lambda data, index: data[: int(index.headers[8]) + 12] + bytes(100) + data[int(index.headers[8]) + 112 :], 4
+    ),
+    "no end marker": (lambda data, index: data[: index.end], 7),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", ["indexed", "streamed", "piped"])
-@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("kind", DAMAGED)
 def test_damage_is_an_error_or_loses_the_shards_rest(
     tmp_path: Path, kind: str, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     urls = make_shards(tmp_path / "bad", [4, 7, 3], size=40)
-    whole = _damage(Path(urls[1]), kind)
+    damage, whole = DAMAGED[kind]
+    Path(urls[1]).write_bytes(damage(Path(urls[1]).read_bytes(), index_tar(urls[1])))
     shards = {"indexed": urls, "streamed": compress(urls), "piped": [f"pipe:cat {url}" for url in urls]}[way]
     settings: dict[str, Any] = {} if way == "indexed" else {"streams": 1}
     with caplog.at_level(logging.WARNING, "midepoch"):
