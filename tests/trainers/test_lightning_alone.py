@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("lightning", reason="Lightning is not installed")
 
 
-from lightning.pytorch.callbacks import Callback, Timer
+from lightning.pytorch.callbacks import Callback
 from lightning_runs import TRAIN, Killed, Make, Peeking, Recorder, Saver, fit, mapped, unknown
 
 from midepoch.trainers.lightning import ExactResume
@@ -102,18 +102,6 @@ def ended_by(callback: Callable[[], Callback] | None = None, **settings: Any) ->
     return lambda case: case.stop(callbacks=() if callback is None else (callback(),), **settings)
 
 
-class Ends(Timer):
-    """A Timer whose time is over after so many batches, however fast they are."""
-
-    def __init__(self, batches: int) -> None:
-        super().__init__(duration={"hours": 1})
-        self.batches = batches
-
-    def time_elapsed(self, stage: Any = "train") -> float:
-        self.batches -= 1
-        return 0.0 if self.batches >= 0 else 7200.0
-
-
 BY_STEPS = {"max_steps": 9, "max_epochs": -1}
 
 NEEDED: dict[str, tuple[Make, dict[str, Any], Callable[[Case], None]]] = {
@@ -122,7 +110,6 @@ NEEDED: dict[str, tuple[Make, dict[str, Any], Callable[[Case], None]]] = {
     "max_steps, and more of them": (mapped, BY_STEPS, ended_by(max_steps=3)),
     "max_steps at an epoch's end": (mapped, BY_STEPS, ended_by(max_steps=5)),
     "should_stop": (mapped, {}, ended_by(lambda: StopsAt(3))),
-    "Timer": (mapped, {}, ended_by(lambda: Ends(3))),
     "unknown length": (unknown, {}, saved_as("on_train_batch_end", 2)),
     "unknown length, at an epoch's end": (unknown, {}, saved_as("on_train_epoch_end", 1)),
     "estimated_stepping_batches": (mapped, {"module": HooksPeeking}, saved_as("on_train_batch_end", 3)),

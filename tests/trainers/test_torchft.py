@@ -42,7 +42,7 @@ import midepoch
 from midepoch import MidepochError, UnsupportedSourceError, World
 from midepoch.loader.loader import Loader
 from midepoch.trainers.torchft import Feed, feed
-from support import forking, sources
+from support import forking, jobs, sources
 
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 
@@ -103,11 +103,8 @@ def test_the_example_is_killed_and_goes_on(tmp_path: Path) -> None:
     # group counts as dead, a quorum is two of the three.
     with kills.lighthouse(silence=100_000) as address:
         groups = [Example(tmp_path, group, address) for group in range(2)]
-        until = time.monotonic() + 300
         # Not one step by its number: in the step in which a group joins, the other one counts alone.
-        while not groups[1].said(r"step ([5-9]|\d\d+) of 2 groups"):
-            assert time.monotonic() < until, groups[1].lines[-20:]
-            time.sleep(0.01)
+        jobs.wait_for(lambda: groups[1].said(r"step ([5-9]|\d\d+) of 2 groups"), groups[1].program)
         groups[1].program.kill()
         groups[1].wait()
         groups.append(Example(tmp_path, 1, address))
