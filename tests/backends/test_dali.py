@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import io
+import itertools
 import json
 import multiprocessing
 import shutil
@@ -52,12 +53,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def ids(loader: Any, batches: int | None = None) -> list[list[int]]:
-    found = []
-    for batch in loader:
-        found.append(identify(batch))
-        if len(found) == batches:
-            break
-    return found
+    return [identify(batch) for batch in itertools.islice(loader, batches)]
 
 
 # --- files that change ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -43,12 +44,7 @@ class TestTraining(_Energon):
 
 
 def taken(loader: Loader, count: int | None = None) -> list[list[int]]:
-    found: list[list[int]] = []
-    for batch in loader:
-        found.append(sources.texts(batch))
-        if len(found) == count:
-            break
-    return found
+    return [sources.texts(batch) for batch in itertools.islice(loader, count)]
 
 
 KINDS: dict[str, Callable[[], Any]] = {

@@ -45,12 +45,7 @@ Batches = list[tuple[torch.Tensor, ...]]
 
 def read(loader: Any, count: int | None = None) -> Batches:
     """The next batches of one pass, copied out of FFCV's buffers."""
-    batches: Batches = []
-    for batch in loader:
-        batches.append(tuple(torch.as_tensor(part).clone() for part in batch))
-        if len(batches) == count:
-            break
-    return batches
+    return [tuple(torch.as_tensor(part).clone() for part in batch) for batch in itertools.islice(loader, count)]
 
 
 def same(one: Batches, other: Batches) -> bool:

@@ -338,15 +338,12 @@ def test_gather_makes_one_state_for_all_ranks(gathered: list[dict[str, Any]]) ->
             assert batches == [[rank * 100 + 2 * n, rank * 100 + 2 * n + 1] for n in range(expected, 6)], name
 
 
-def test_one_rank_s_state_is_refused_by_the_other(gathered: list[dict[str, Any]]) -> None:
+def test_a_state_of_another_rank_or_world_is_refused(gathered: list[dict[str, Any]]) -> None:
     loader = stateful_at(0, 2)
     loader.load_state_dict(gathered[0]["own"])
     assert sources.taken(loader) == [[4, 5], [6, 7], [8, 9], [10, 11]]
     with pytest.raises(StateError, match=r"only the part of rank 1, and this is rank 0 of 2.*midepoch\.gather"):
         stateful_at(0, 2).load_state_dict(gathered[1]["own"])
-
-
-def test_another_world_size_is_refused_naming_both(gathered: list[dict[str, Any]]) -> None:
     for state in (gathered[0]["gathered"], gathered[0]["own"]):
         for world_size in (1, 3):
             with pytest.raises(StateError, match=rf"world size differs.*2.*{world_size}"):

@@ -504,32 +504,6 @@ def test_a_state_beyond_the_end_of_a_source_is_refused(made_of: Any) -> None:
 # --- streams in a DataLoader ---
 
 
-class Counting(IterableDataset[Any]):
-    """Numbers from its place on, divided among workers; it draws, and says its place."""
-
-    def __init__(self, size: int = 20, held: int = 0) -> None:
-        self.size, self.place, self.held = size, 0, held
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = torch.utils.data.get_worker_info()
-        own, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        while (number := self.place * workers + own) < self.size:
-            self.place += 1
-            yield torch.tensor([number, random.random(), np.random.rand(), torch.rand(())])
-        self.place = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place, "held": list(np.random.RandomState(0).bytes(self.held))}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.place = state["place"]
-
-
-def counting(workers: int, kind: Any = Counting, batch_size: int | None = 3, **options: Any) -> Loader:
-    source = DataLoader(kind(**options), batch_size, num_workers=workers)
-    return wrap(source, seed=1, shard=False if workers > 1 else None)
-
-
 class Plain(IterableDataset[Any]):
     """Numbers from its place on, which is its state."""
 
@@ -552,6 +526,30 @@ class Plain(IterableDataset[Any]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.place = state["place"]
+
+
+class Counting(Plain):
+    """Numbers from its place on, divided among workers; it draws, and says its place."""
+
+    def __init__(self, size: int = 20, held: int = 0) -> None:
+        super().__init__()
+        self.size, self.held = size, held
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        own, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        while (number := self.place * workers + own) < self.size:
+            self.place += 1
+            yield torch.tensor([number, random.random(), np.random.rand(), torch.rand(())])
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "held": list(np.random.RandomState(0).bytes(self.held))}
+
+
+def counting(workers: int, kind: Any = Counting, batch_size: int | None = 3, **options: Any) -> Loader:
+    source = DataLoader(kind(**options), batch_size, num_workers=workers)
+    return wrap(source, seed=1, shard=False if workers > 1 else None)
 
 
 class IsTold(Plain):
@@ -744,24 +742,19 @@ class DrawsSeldom(Counting):
         self.place = 0
 
 
-class EndsOnceMore(IterableDataset[Any]):
+class EndsOnceMore(Counter, IterableDataset[Any]):
     """From the state of its end it gives an empty pass, as torchdata's tests have it. It may draw for one number."""
 
     def __init__(self, draws_at: int = 0) -> None:
-        self.given, self.resumes, self.draws_at = 0, False, draws_at
+        super().__init__(10)
+        self.draws_at = draws_at
 
     def __iter__(self) -> Iterator[Any]:
         self.given = self.given if self.resumes else 0
         self.resumes = False
-        while self.given < 10:
+        while self.given < self.count:
             self.given += 1
             yield self.given + (random.random() if self.given == self.draws_at else 0.0)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"given": self.given}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.given, self.resumes = state["given"], True
 
 
 class Blocks:

@@ -335,6 +335,7 @@ def read_by(*reads: Any) -> Any:
     return lambda urls: wds.DataPipeline(wds.SimpleShardList(urls), *reads)
 
 
+REPLAY = r"midepoch.wrap\(lambda: make\(seed=random.getrandbits\(32\)\)"
 OWN_READER = r"stage samples_of_.* makes samples of shards itself.*write wds.tarfile_to_samples\({}\) in its"
 REFUSED: dict[str, tuple[Any, str]] = {
     "stream_stage": (lambda u: plain(u).compose(stream_stage), "stream_stage may work on the stream as a whole"),
@@ -342,7 +343,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "slice": (lambda u: plain(u).slice(3), "stage islice takes part of a stream"),
     "info": (lambda u: plain(u).compose(wds.filters.info()), "stage info prints"),
     "cached": (lambda u: plain(u).compose(wds.Cached()), "stage Cached caches"),
-    "own_split": (lambda u: plain(u, nodesplitter=own.own_split), "own_split comes before the shards are opened"),
+    "own_split": (
+        lambda u: plain(u, nodesplitter=own.own_split),
+        f"own_split comes before the shards are opened.*say own_split.draws = 'once'; or.*{REPLAY}, shard=...",
+    ),
+    **{name: (lambda u, make=make: make(u, 1), REPLAY) for name, make in READ_AGAIN.items()},
     "mix": (
         lambda u: wds.DataPipeline(wds.RandomMix([plain(u), plain(u)])),
         "stage RandomMix takes samples of several pipelines in turn: wrap each.*combine",
@@ -444,12 +449,6 @@ def test_an_own_shuffle_of_shards_says_so(urls: list[str]) -> None:
         assert getattr(stage, "epoch", -1) == -1 or isinstance(stage.epoch, own.SharedEpoch)  # it was not moved
     told = trained(urls, "indexed", 0).capabilities.exact_order
     assert told.reason.endswith("in place of EpochShuffle, by its `draws`") and not told.believed
-    line = r"midepoch.wrap\(lambda: make\(seed=random.getrandbits\(32\)\), shard=...\)"
-    with pytest.raises(
-        UnsupportedSourceError,
-        match=rf"stage own_split comes before the shards are opened.*say own_split.draws = 'once'; or.*{line}",
-    ):
-        make(own.own_split)
     # Its seed is the order's, unless wrap is given one.
     seeded = midepoch.wrap(pipeline(wds.SimpleShardList(urls), own.EpochShuffle(seed=5), wds.split_by_worker))
     assert flat(seeded) == expected
@@ -517,16 +516,6 @@ def test_bare_functions_are_stages(urls: list[str]) -> None:
 def test_a_finite_number_of_draws_ends_an_epoch(tmp_path: Path, kind: str, name: str) -> None:
     urls = make_shards(tmp_path / "even", [4] * 6)
     assert len(flat(of_lists(FINITE[name], kind)(urls))) == 20
-
-
-@pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
-@pytest.mark.parametrize("name", READ_AGAIN)
-def test_the_line_of_a_refusal_is_exact_by_replay(urls: list[str], name: str) -> None:
-    """The function is called under random streams of seed and epoch, so each epoch has an order of its own."""
-    with pytest.raises(UnsupportedSourceError, match=r"midepoch.wrap\(lambda: make\(seed=random.getrandbits\(32\)\)"):
-        midepoch.wrap(READ_AGAIN[name](urls, 1))
-    with replayed(name)(urls) as loader:
-        assert sorted(number for number, _ in flat(loader)) == list(range(20))
 
 
 # --- how long an epoch is ---------------------------------------------------------------------------------------------
