@@ -115,12 +115,12 @@ class Mosaic(Augmented):
 
 
 class MakesLate(Augmented):
-    """Makes a generator when a sample first needs it, from the second epoch on."""
+    """Makes a generator when a sample first needs it, from the second epoch on, in a pass's first batch."""
 
     generator: np.random.Generator | None = None
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if not self.epoch or index % 4 != 3:
+        if not self.epoch or index % 4 == 0:
             return torch.tensor([float(index), 0.0])
         if self.generator is None:
             self.generator = np.random.default_rng()
