@@ -17,13 +17,6 @@ import pytest
 
 from support import forking
 
-# What test modules import, the slowest first; what is not installed is left out.
-IMPORTED = [
-    "ffcv.loader", "torch._dynamo", "lightning", "transformers.trainer", "scipy.stats", "matplotlib.pyplot",
-    "hypothesis", "nvidia.dali.fn", "nvidia.dali.experimental.dynamic", "cpu_torchvision", "streaming", "webdataset",
-    "ignite.engine", "albumentations", "sklearn.datasets", "torchdata.stateful_dataloader",
-]  # fmt: skip
-
 # torch's TCPStore looks up the name of each client that connects, in its one thread, and answers nobody meanwhile. A
 # lost packet to the name server cost glibc's five seconds, which is what some tests give a store: ask again earlier.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
@@ -55,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     """Fork pytest's processes from one that has imported what all test modules do, which takes 10 s of a core."""
-    python = forking.executable(*IMPORTED)
+    python = forking.executable(*forking.IMPORTED)
     for spec in specs:
         spec.python = python
 

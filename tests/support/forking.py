@@ -40,6 +40,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+# What test modules import, the slowest first; what is not installed is left out.
+IMPORTED = (
+    "ffcv.loader", "torch._dynamo", "lightning", "transformers.trainer", "scipy.stats", "matplotlib.pyplot",
+    "hypothesis", "nvidia.dali.fn", "nvidia.dali.experimental.dynamic", "cpu_torchvision", "streaming", "webdataset",
+    "ignite.engine", "albumentations", "sklearn.datasets", "torchdata.stateful_dataloader",
+)  # fmt: skip
+
 
 def _readable(files: Iterable[Any], timeout: float | None) -> list[Any]:
     """Those that can be read, or have ended; select() knows only the first 1024 descriptors of a process."""

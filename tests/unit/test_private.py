@@ -20,6 +20,7 @@ import pytest
 
 import midepoch
 from midepoch.packages import Package, Replacement
+from support import forking
 from support.places import ROOT
 
 # Package, module of midepoch's that touches it, a part that this module looks for when it is imported.
@@ -167,12 +168,16 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def changed() -> dict[str, list[str]]:
-    """For each adapter whose backend is installed, what importing it changes there, in one process for all."""
-    code = LOOKED_AT.format(tests=str(ROOT / "tests"), imported=IMPORTED)
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
-    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    """For each adapter whose backend is installed, what importing it changes there.
+
+    Those of torch are imported where midepoch was not yet, the others where their backends have been.
+    """
+    of_torch = [each for each in IMPORTED if each[0].startswith("torch")]
+    code = [LOOKED_AT.format(tests=str(ROOT / "tests"), imported=each) for each in (of_torch, IMPORTED[len(of_torch) :])]
+    alone = subprocess.run([sys.executable, "-c", code[0]], capture_output=True, text=True, timeout=500, check=True)
+    done = forking.run(["-c", code[1]], modules=forking.IMPORTED, timeout=500, check=True)
+    found: list[dict[str, list[str]]] = [json.loads(each.stdout.splitlines()[-1]) for each in (alone, done)]
+    return found[0] | found[1]
 
 
 @pytest.mark.parametrize("adapter", [each[2] for each in IMPORTED])
