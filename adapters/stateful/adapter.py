@@ -23,6 +23,7 @@ from midepoch.loader.place import Place
 from midepoch.order.keys import derive_key
 from midepoch.randomness.streams import Purpose, Streams
 from midepoch.reading.exposed import RAW
+from midepoch.reading.private import end_when_collected
 from midepoch.reading.workers import workers_outlive_signals
 from midepoch.samplers import length_of
 from midepoch.sharding import sharding_of
@@ -265,6 +266,8 @@ class StatefulAdapter(Adapter):
             self.load(self.source, state, self.opening)
         with workers_outlive_signals(self.source):
             iterator: Iterator[Any] = iter(self.source)
+        if isinstance(self.source, DataLoader):
+            end_when_collected(iterator)
         if first and state is None:
             self._first_state = state_of(self.source)
         return iterator

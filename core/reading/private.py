@@ -10,6 +10,8 @@ import functools
 import operator
 import os
 import signal
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +24,12 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs  # in Python's own typing from 3.13 on
 
 __all__ = [
-    "alive", "attributes_of_torch", "end_by_kill", "end_early_workers", "gives_its_own", "is_iterator",
-    "is_place_holder", "iterates_as_torch", "iterating_by", "keep_iterator", "kept_iterator", "pinning", "plain_loader",
-    "show_dataset", "shut_down", "workers_of",
+    "alive", "attributes_of_torch", "end_by_kill", "end_early_workers", "end_when_collected", "gives_its_own",
+    "is_iterator", "is_place_holder", "iterates_as_torch", "iterating_by", "keep_iterator", "kept_iterator", "pinning",
+    "plain_loader", "show_dataset", "shut_down", "workers_of",
 ]  # fmt: skip
+
+_LEAVING = 5.0  # seconds; torch waits as long for a worker
 
 
 def _part(path: str, of: Any = torch.utils.data) -> Any:
@@ -163,6 +167,39 @@ def end_by_kill(process: Any) -> None:
         begun.kill()
 
     process.terminate, begun.terminate = process.kill, leave
+
+
+def end_when_collected(iterator: Any) -> None:
+    """End the worker processes of a DataLoader's iterator before it is collected as garbage.
+
+    The collector may first close the queues through which torch tells its workers to exit. torch then waits five
+    seconds for each worker. This keeps no object of the user alive.
+    """
+    workers = workers_of(iterator)
+    if not workers or iterator in _watched:
+        return
+    done, queues = getattr(iterator, "_workers_done_event", None), getattr(iterator, "_index_queues", None)
+    if done is None or queues is None:
+        return  # a foreign class: it ends its workers by itself, if slowly
+    finalizer = weakref.finalize(iterator, _let_leave, os.getpid(), workers, done, queues)
+    finalizer.atexit = False  # at exit torch ends them
+    _watched.add(iterator)
+
+
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()  # with persistent workers one iterator serves every pass
+
+
+def _let_leave(process: int, workers: Sequence[Any], done: Any, queues: Sequence[Any]) -> None:
+    """Tell workers to exit and wait for them; torch ends those that do not."""
+    if os.getpid() != process or done.is_set():
+        return  # they belong to the parent process, or torch has told them
+    done.set()
+    for queue in queues:
+        with contextlib.suppress(ValueError):  # it is closed
+            queue.put(None)
+    until = time.monotonic() + _LEAVING
+    for worker in workers:
+        worker.join(max(0.0, until - time.monotonic()))
 
 
 def pinning(loader: DataLoader[Any]) -> Callable[[Any], Any]:

@@ -33,7 +33,7 @@ from ..order.keys import TORCH_KEYS, derive_key
 from ..randomness.streams import Purpose, no_other_reads
 from ..summary import changed_paths, summarize
 from .collating import as_it_is
-from .private import alive, end_by_kill, kept_iterator, show_dataset, shut_down, workers_of
+from .private import alive, end_by_kill, end_when_collected, kept_iterator, show_dataset, shut_down, workers_of
 
 __all__ = ["Server", "WorkerAnswers", "raise_if_worker_died", "signals_in_hand", "workers_outlive_signals"]
 
@@ -183,6 +183,7 @@ class WorkerAnswers:
         self._next, self._tell, self._requests = iterator.__next__, tell or raise_if_worker_died, requests
         self._workers = workers_of(iterator)
         self.failed = False
+        end_when_collected(iterator)
 
     def __iter__(self) -> Self:
         return self

@@ -158,6 +158,13 @@ def test_a_worker_that_dies_while_it_starts_is_told_of(kind: str) -> None:
 # --- a loader that is dropped ---
 
 
+class Cycle:
+    """Garbage that refers to itself, so that only the collector finds it."""
+
+    def __init__(self, *kept: Any) -> None:
+        self.kept, self.itself = kept, self
+
+
 def workers_here() -> set[int]:
     return {process.pid for process in multiprocessing.active_children() if process.pid is not None}
 
@@ -180,6 +187,7 @@ def read_to_its_middle(loader: Any) -> Any:
     return iterator, next(iterator)
 
 
+@pytest.mark.parametrize("in_a_cycle", [False, True], ids=["by_itself", "in_a_cycle"])
 @pytest.mark.parametrize(
     ("kind", "read"),
     [
@@ -188,8 +196,9 @@ def read_to_its_middle(loader: Any) -> Any:
     ],
 )  # fmt: skip
 def test_a_loader_that_is_dropped_ends_its_workers_at_once(
-    kind: str, read: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, read: Any, in_a_cycle: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By the last reference, or by the collector, which may close the workers' queues before they are told to leave."""
     make: Any = DataLoader
     if kind == "stateful":
         make = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
@@ -204,7 +213,10 @@ def test_a_loader_that_is_dropped_ends_its_workers_at_once(
     kept: Any = read(loader)
     started = workers_here() - before
     assert len(started) == (1 if kind == "iterable" else 2)
+    kept = Cycle(loader, kept) if in_a_cycle else kept
     begin = time.monotonic()
     del loader, kept
+    if in_a_cycle:
+        gc.collect()
     assert time.monotonic() - begin < sources.PATIENCE / 2
     assert not still_there(started)

@@ -172,8 +172,8 @@ def changed() -> dict[str, list[str]]:
 
     Those of torch are imported where midepoch was not yet, the others where their backends have been.
     """
-    of_torch = [each for each in IMPORTED if each[0].startswith("torch")]
-    code = [LOOKED_AT.format(tests=str(ROOT / "tests"), imported=each) for each in (of_torch, IMPORTED[len(of_torch) :])]
+    parts = ([each for each in IMPORTED if each[0].startswith("torch") is torch] for torch in (True, False))
+    code = [LOOKED_AT.format(tests=str(ROOT / "tests"), imported=part) for part in parts]
     alone = subprocess.run([sys.executable, "-c", code[0]], capture_output=True, text=True, timeout=500, check=True)
     done = forking.run(["-c", code[1]], modules=forking.IMPORTED, timeout=500, check=True)
     found: list[dict[str, list[str]]] = [json.loads(each.stdout.splitlines()[-1]) for each in (alone, done)]
