@@ -310,7 +310,7 @@ def dali_factory() -> Any:
     from support import dali_sources
 
     def made(checkpointing: dict[str, Any]) -> Any:
-        pipeline = dali_sources.callback_pipeline("external", "", False, **checkpointing)
+        pipeline = dali_sources.callback_pipeline("external", "", **checkpointing)
         return DALIGenericIterator([pipeline], ["label", "random"], auto_reset=True)
 
     return factory(made)
