@@ -189,6 +189,16 @@ class Streams:
             self._rest_key = rest
             self._globals.rest_at(rest)
 
+    def begin_replay(self) -> None:
+        """In place of `begin_pass`, for a replayed source, whose first batch cannot be read again.
+
+        Generators that the source creates while it is read are not seeded in that pass, so they are not in later ones.
+        One that it makes anew where another has been is.
+        """
+        before, found = self._owned, self._search()
+        new = [] if before is None else _new_in(found, before)
+        self._owned = [each for each in found if each not in new]
+
     def made_late(self, *more: object) -> bool:
         """Whether the first batch of the pass created generators, or drew from those of a device that it started.
 

@@ -160,6 +160,8 @@ class ReplayReader(UnitReader):
         if self._session == request.session:
             return self._answer(request)
         self._session = request.session
+        if self._streams is not None:
+            self._streams.begin_replay()
         answer = self._try(request) if request.tries else self._answer(request)
         if self._unseen:
             answer = answer._replace(findings=(*answer.findings, Finding(unseen=tuple(self._unseen))))

@@ -139,7 +139,20 @@ class Walk:
             yield place
 
 
+class Randomized:
+    """A re-iterable with a generator of its own, which each pass makes anew from the one before."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(1)
+
+    def __iter__(self) -> Iterator[float]:
+        self.rng = random.Random(self.rng.random())
+        for _ in range(9):
+            yield self.rng.random()
+
+
 REPLAYED: dict[str, Callable[[], Any]] = {
+    "re-iterable with a generator made anew": Randomized,
     "generator function": lambda: seeded_numbers,
     "lambda": lambda: lambda: seeded_numbers(),
     "function that returns a list": lambda: lambda: [1, 2, 3, 4, 5],
