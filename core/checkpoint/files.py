@@ -199,7 +199,7 @@ def _draft_of(path: Path) -> Iterator[Path]:
     So are all other drafts: their processes were killed, or have no business here, and cannot rename them any more.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f"{glob.escape(path.name)}.*{_DRAFT}"):
+    for left in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 12}{_DRAFT}"):
         with contextlib.suppress(OSError):
             left.unlink()
     draft = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}{_DRAFT}")

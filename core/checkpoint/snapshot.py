@@ -186,7 +186,7 @@ class Snapshot:
         if ranks.size > 1:
             stop = agreement.should_stop(ranks, self.steps, stop, f"calls step() for step {self.steps}")
         is_due = self._owes_a_save or (self._every is not None and self.steps % self._every == 0)
-        if is_due and not (stop or in_flight) and body is not None and body.waits_for_the_end(0):
+        if is_due and not (stop or in_flight) and body is not None and body.only_the_rest_is_left:
             # A run that resumed here would have nothing to train on in this epoch. The body's end is a better place.
             self._owes_a_save = True
         elif stop or is_due:

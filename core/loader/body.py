@@ -272,13 +272,26 @@ class Body:
         outlived = [each.name for each in self.intervals if each.outlived and each.took]
         return [*outlived, *(each.name for each in own if each.name in self.dropped)]
 
-    def waits_for_the_end(self, in_flight: int) -> bool:
-        """Whether the passes of this body have ended or come to their last batches. Not if none has begun."""
+    @property
+    def is_read(self) -> bool:
+        """Whether a pass of this body is in the middle of its epoch."""
         lead = self.lead
-        is_read = lead is not None and lead.ended is None and not self.loaders[lead.name].is_at_end
-        if is_read or (in_flight and lead is not None):
+        return lead is not None and lead.ended is None and not self.loaders[lead.name].is_at_end
+
+    @property
+    def only_the_rest_is_left(self) -> bool:
+        """Whether a pass of this body has come to its last batch, and none is in the middle of its epoch."""
+        names = {*(each.name for each in self.intervals), *self.kept.left}
+        return not self.is_read and any(self.loaders[name].is_at_end for name in names)
+
+    def waits_for_the_end(self, in_flight: int) -> bool:
+        """Whether the passes of this body have ended or come to their last batches. Not if none has begun.
+
+        When an abandoned iterator is freed, so that its pass has ended, differs from rank to rank.
+        """
+        if self.is_read or not any(not each.older for each in self.intervals):
             return False
-        return any(not each.older for each in self.intervals) or any(each.is_at_end for each in self.loaders.values())
+        return not in_flight or self.lead is None
 
     def record(self, interrupted: bool = False) -> Record:
         """By rules 3 and 4, of a snapshot that is saved now.

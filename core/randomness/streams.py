@@ -373,8 +373,9 @@ class Streams:
                 starts += [functools.partial(_start_owned, each) for each in self._owned]
             alone = len(starts) == 1 and "sample" not in seeds
             self._start = starts[0] if alone else functools.partial(_start_all, starts) if starts else None
-        if self._turn is None:  # else an interrupt has left it there
-            self._turn = turn if (turn := _turns[os.getpid()]).acquire(timeout=_SECONDS_TO_WAIT) else None
+        turn = _turns[os.getpid()]
+        if self._turn is None or not turn._is_owned():  # else an interrupt has left it there, in this very thread
+            self._turn = turn if turn.acquire(timeout=_SECONDS_TO_WAIT) else None
         self._globals.take_over(seeds)
         self._saved = [each.save() for each in self._owned] if self._owned else ()
         return self._start_noting if notes else self._start

@@ -148,6 +148,7 @@ class ReplayReader(UnitReader):
         self._start: Start = no_start  # while a batch is read
         self._session: int | None = None
         self._late: Exception | None = None  # in place of the source's end
+        self._first_key = 0  # of the first unit's stream
         self._prefix = PrefixDigest()
         self._unseen: dict[str, None] = {}
 
@@ -159,7 +160,7 @@ class ReplayReader(UnitReader):
         """
         if self._session == request.session:
             return self._answer(request)
-        self._session = request.session
+        self._session, self._late = request.session, None
         if self._streams is not None:
             self._streams.begin_replay()
         answer = self._try(request) if request.tries else self._answer(request)
@@ -215,15 +216,23 @@ class ReplayReader(UnitReader):
         return self._streams is not None and self._streams.drawn
 
     def _open(self, request: ReplayRequest) -> None:
-        # If the data stream is this process's own, so are the random streams.
+        # If the data stream is this process's own, so are the random streams of its samples. What begins it, which a
+        # generator does with its first one, draws alike: processes may each take their part of one shuffled list.
         worker = get_worker_info()
         own = () if self._shared else (request.rank, 0 if worker is None else worker.id + 1)
-        self._start(derive_key(Purpose.OPENING, request.seed, request.epoch, *own))
+        self._start(derive_key(Purpose.OPENING, request.seed, request.epoch))
         _tell_the_epoch(self.dataset, request.epoch)
         self._source = Units(_iterator_of(self.dataset))
         self._opened = request[:3]
         self._prefix = PrefixDigest()
+        self._first_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
         self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *own)
+
+    def _units(self, count: int, start: Start) -> Iterator[Any]:
+        """The next units, each under its own stream."""
+        return self._source.take(
+            count, lambda number: start(extend_key(self._sample_key if number else self._first_key, number))
+        )
 
     def _digested(self, count: int) -> list[Any]:
         """The next `count` units, fewer at the end. Those that the prefix digest covers are added to it."""

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..order.keys import extend_key
 from ..randomness.streams import Start, Streams
 from .collating import draws_nothing
 
@@ -80,10 +79,6 @@ class UnitReader:
     def _under(self) -> contextlib.AbstractContextManager[Start]:
         """A context in which a stream begins with each key that is given."""
         return contextlib.nullcontext(no_start) if self._streams is None else self._streams
-
-    def _units(self, count: int, start: Start) -> Iterator[Any]:
-        """The next units, as `Units.take` gives them."""
-        return self._source.take(count, lambda number: start(extend_key(self._sample_key, number)))
 
     def _collated(self, units: list[Any], key: int, start: Start) -> Any:
         if not self._plain_collate:

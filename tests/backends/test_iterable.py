@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import warnings
 from collections import deque
@@ -211,6 +212,41 @@ def test_a_chain_is_the_same_on_every_split() -> None:
     for position, chain in chains.items():
         assert {len(chain), at(position, 2, 0), at(position, 3, 0, 2)} == {8, chain}
     assert at(60, 2, 2, 1) == at(60, 1, 3) == chains[60]
+
+
+class Parts(IterableDataset[int]):
+    """Takes a rank's part of a list that is shuffled when the pass begins; its end may fail."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, fails: bool = False) -> None:
+        self.rank, self.world_size, self.fails = rank, world_size, fails
+
+    def __len__(self) -> int:
+        return 8 // self.world_size
+
+    def __iter__(self) -> Iterator[int]:
+        files = list(range(8))
+        random.shuffle(files)
+        yield from files[self.rank :: self.world_size]
+        if self.fails:
+            raise OSError("connection lost")
+
+
+def test_ranks_that_take_parts_of_a_shuffled_list_shuffle_alike() -> None:
+    found = []
+    for rank in range(2):
+        loader = DataLoader(Parts(rank, 2), batch_size=2)
+        found += sources.taken(midepoch.wrap(loader, seed=0, shard=False, world=World(rank, 2)))
+    assert sorted(number for batch in found for number in batch) == list(range(8))
+
+
+def test_the_error_at_the_end_of_one_pass_is_not_anothers() -> None:
+    dataset = Parts(fails=True)
+    loader = midepoch.wrap(DataLoader(dataset, batch_size=2), seed=0, shard=True)
+    state = loader.state_dict()
+    assert len(list(itertools.islice(loader, 4))) == 4
+    dataset.fails = False
+    loader.load_state_dict(state)
+    assert len(list(loader)) == 4
 
 
 def test_a_generator_that_has_become_shorter_is_named() -> None:

@@ -473,6 +473,49 @@ def test_a_draft_of_another_process_cannot_become_the_snapshot(tmp_path: Path) -
     assert Run(path).snapshot.load()
 
 
+def test_the_draft_of_a_snapshot_with_a_longer_name_is_left(tmp_path: Path) -> None:
+    other = tmp_path / f"run.large.{'0' * 12}.draft"
+    other.touch()
+    Snapshot(tmp_path / "run", signals=(), model=torch.nn.Linear(1, 1)).save()
+    assert other.exists()
+
+
+class WithState(torch.nn.Linear):
+    """Keeps more than tensors, or a buffer whose name sounds like it."""
+
+    def __init__(self, buffer: int | None) -> None:
+        super().__init__(2, 2)
+        if buffer is not None:
+            self.register_buffer("my_extra_state", torch.zeros(buffer))
+
+    def get_extra_state(self) -> Any:
+        return {"calls": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state["calls"] == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (WithState(1), WithState(2)), (WithState(1), WithState(None)), (WithState(None), torch.nn.Linear(2, 2)),
+        (torch.nn.Linear(2, 2), WithState(None)),
+    ],
+)  # fmt: skip
+def test_extra_state_that_does_not_fit_leaves_everything_as_it_was(before: Any, after: Any, tmp_path: Path) -> None:
+    def parts(model: Any) -> dict[str, Any]:
+        return {"loader": midepoch.wrap(DataLoader(sources.Indices(9)), seed=0), "model": model}
+
+    saved = parts(before)
+    next(iter(saved["loader"]))
+    Snapshot(tmp_path / "run", signals=(), parts=saved).save()
+    loaded, weight = parts(after), after.weight.clone()
+    with pytest.raises(SnapshotError, match="model differs at"):
+        Snapshot(tmp_path / "run", signals=(), parts=loaded).load()
+    assert loaded["loader"].position == 0 and torch.equal(after.weight, weight)
+    Snapshot(tmp_path / "run", signals=(), parts=parts(before)).load()
+
+
 # --- signals ---
 
 

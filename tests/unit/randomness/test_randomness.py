@@ -452,6 +452,31 @@ def test_a_forked_process_waits_for_no_thread_it_lacks(monkeypatch: pytest.Monke
     assert forked.exitcode == 0
 
 
+def test_a_forked_process_reads_what_a_thread_reads_at_that_moment() -> None:
+    """The thread's turn is not the child's to end."""
+    read, forked_there = Streams(), threading.Event()
+
+    def hold() -> None:
+        with read:
+            forked_there.wait(60)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        held = pool.submit(hold)
+        while read._turn is None:
+            time.sleep(0.001)
+        forked = multiprocessing.get_context("fork").Process(target=reads, args=(read,))
+        forked.start()
+        forked_there.set()
+        held.result(60)
+    forked.join(60)
+    assert forked.exitcode == 0
+
+
+def reads(read: Streams) -> None:
+    with read as start:
+        start(1)
+
+
 def has_its_turn() -> None:
     def read() -> bool:
         with (ours := Streams()):
