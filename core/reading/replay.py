@@ -217,15 +217,17 @@ class ReplayReader(UnitReader):
 
     def _open(self, request: ReplayRequest) -> None:
         # If the data stream is this process's own, so are the random streams of its samples. What begins it, which a
-        # generator does with its first one, draws alike: processes may each take their part of one shuffled list.
+        # generator does with its first one, draws alike on all ranks, as where they seed alike: each may take its part
+        # of one shuffled list.
         worker = get_worker_info()
-        own = () if self._shared else (request.rank, 0 if worker is None else worker.id + 1)
-        self._start(derive_key(Purpose.OPENING, request.seed, request.epoch))
+        number = () if self._shared else (0 if worker is None else worker.id + 1,)
+        own = () if self._shared else (request.rank, *number)
+        self._start(derive_key(Purpose.OPENING, request.seed, request.epoch, *number))
         _tell_the_epoch(self.dataset, request.epoch)
         self._source = Units(_iterator_of(self.dataset))
         self._opened = request[:3]
         self._prefix = PrefixDigest()
-        self._first_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
+        self._first_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *number)
         self._sample_key = derive_key(Purpose.SAMPLE, request.seed, request.epoch, *own)
 
     def _units(self, count: int, start: Start) -> Iterator[Any]:
