@@ -28,7 +28,7 @@ wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
 
 
 from support import webdataset_sources as sources  # noqa: E402
-from support.object_server import nginx  # noqa: E402
+from support.object_server import nginx, requests  # noqa: E402
 from support.sources import flat, heads  # noqa: E402
 from support.webdataset_sources import compress, make_shards, number, numbers, plain, write_shard  # noqa: E402
 from support.witness_sources import (  # noqa: E402
@@ -224,7 +224,7 @@ def test_shards_in_an_object_store_are_read_by_range(tmp_path: Path, served: lis
             whole = list(loader)
         assert sorted(flat(map(sources.identify, whole))) == list(range(15))
         assert len(index_files(cache)) == 4
-        log = (tmp_path / "nginx" / "access.log").read_text()
+        log = requests(tmp_path / "nginx", base)
         for before, after in ((0, 2), (2, 0)):
             with remote(base, served, before) as loader:
                 head = list(itertools.islice(loader, 2))
@@ -234,7 +234,7 @@ def test_shards_in_an_object_store_are_read_by_range(tmp_path: Path, served: lis
         with remote(str(tmp_path / "shards"), served, 0) as local:
             assert digest(local) == digest(whole)
         # No shard was fetched whole.
-        assert len([line for line in log.splitlines() if " 206 " in line]) > 15
+        assert len([line for line in log if " 206 " in line]) > 15
 
 
 def test_an_object_that_is_replaced_while_it_is_read_is_an_error(tmp_path: Path, served: list[str]) -> None:
@@ -336,14 +336,14 @@ def test_of_a_remote_shard_one_sample_s_range_is_asked_for(folder: Path, tmp_pat
     """A resume of one batch, with the index in the cache: what it fetches with a witness and without."""
     state, _ = saved(4, urls_in(folder / "first"))
     with nginx(tmp_path / "nginx", folder) as base:
-        log, where = tmp_path / "nginx" / "access.log", urls_in(f"{base}/first")
+        where = urls_in(f"{base}/first")
         make_webdataset(where).close()  # which makes the index
         for verify, answers in (("off", 2), ("sample", 3)):  # two samples in a batch, and one more
             with make_webdataset(where, options={"verify": verify}) as loader:
-                before = len(log.read_text().splitlines())
+                before = len(requests(tmp_path / "nginx", base))
                 loader.load_state_dict(state)
                 next(iter(loader))
-            sent = [line.split('" ')[1].split()[:2] for line in log.read_text().splitlines()[before:]]
+            sent = [line.split('" ')[1].split()[:2] for line in requests(tmp_path / "nginx", base)[before:]]
             assert len(sent) == answers
             # Each has 6,656 bytes with its headers; a shard has 40 kB.
             assert all(status == "206" and int(size) < 8192 for status, size in sent), sent

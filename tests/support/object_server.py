@@ -8,6 +8,8 @@ import shutil
 import socket
 import subprocess
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,3 +52,13 @@ def nginx(folder: Path, root: Path, ranges: bool = True) -> Iterator[str]:
         process.wait(timeout=10)
         if process.stderr is not None:
             process.stderr.close()
+
+
+def requests(folder: Path, url: str) -> list[str]:
+    """The lines that nginx has logged, up to now: it logs a request after it has answered it."""
+    last = f"/last-{time.monotonic_ns()}"
+    with contextlib.suppress(urllib.error.HTTPError):
+        urllib.request.urlopen(url + last).close()
+    while last not in (logged := (folder / "access.log").read_text()):
+        time.sleep(0.001)
+    return [line for line in logged.splitlines() if "/last-" not in line]
