@@ -319,6 +319,29 @@ def test_what_is_left_of_passes_is_named(how: str, again: str, tmp_path: Path, c
     assert f"left before its end: {goes_on} with what is left of the passes over long, and with" in caplog.text
 
 
+def test_a_validation_that_an_exception_left_is_read_on(tmp_path: Path) -> None:
+    """It ends within the pass over the longer loader, but nothing was read ahead of that, as a zip would."""
+    long, short = midepoch.wrap([[1], [2], [3]]), midepoch.wrap([[1], [2]])
+    snapshot, read = Snapshot(tmp_path / "snapshot.pt", signals=(), long=long, short=short), list[Any]()
+
+    def train(fails: bool) -> None:
+        for _ in snapshot.epochs(1):
+            for batch in long:
+                snapshot.step()
+                read.append(batch)
+                for other in short if batch == [2] or fails else ():
+                    read.append([0, *other])
+                    if fails:
+                        raise KilledError
+
+    with pytest.raises(KilledError):
+        train(fails=True)
+    with warnings.catch_warnings(action="error"):
+        train(fails=False)
+        snapshot.save()
+    assert read == [[1], [0, 1], [2], [0, 2], [3]]
+
+
 @pytest.mark.parametrize("holder", ["a variable", "a loop that ends"])
 def test_a_save_in_a_pass_that_is_read_no_further_is_told(holder: str, tmp_path: Path) -> None:
     loader, bar = shuffled(), iter(())
