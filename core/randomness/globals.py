@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
+import operator
 import random
 import struct
 import sys
@@ -26,17 +28,17 @@ import torch
 
 from ..order.keys import TORCH_KEYS
 
-__all__ = ["NAMES", "GlobalGenerators", "Stamp"]
+__all__ = ["NAMES", "GlobalGenerators"]
 
 NAMES = ("python", "numpy", "torch")
+_NONE: frozenset[str] = frozenset()
 
 _WORDS = 624  # of the state of a Mersenne Twister, which all three are
 # Where the end of numpy's begins, at the address that numpy states: ``struct { uint32_t key[624]; int pos; }``.
 _LAST_WORDS = 4 * (_WORDS - 7)
 _words_at: Any = (ctypes.c_char * 32).from_address
 
-Stamp = tuple[Any, Any, Any]
-"""Of python's, numpy's and torch's generator. Of a generator that was used, it is another one."""
+_Stamp = tuple[Any, Any, Any]
 
 
 class GlobalGenerators:
@@ -61,7 +63,7 @@ class GlobalGenerators:
         # In place of the caller's, so that a seed gives the same numbers whichever bit generator the caller has.
         self._ours = self._numpy_rest
         self._numpy_words: Any = self._ours[1]
-        self.at: Stamp = (None, None, None)  # with which the generators were taken over, or were last noted
+        self._at: _Stamp = (None, None, None)  # of python's, numpy's and torch's, as they were last looked at
         self._python_saved: Any = None  # the caller's state
         self._python_at: Any = None  # the stamp with which it was saved
         self._saved: tuple[Any, Any, Any] = (None, None, None)  # the caller's: numpy's, its pair, torch's
@@ -93,11 +95,12 @@ class GlobalGenerators:
 
         return start
 
-    def stamp(self) -> Stamp:
-        """The stamp as it is now."""
+    def moved(self) -> frozenset[str]:
+        """Which have moved since they were taken over, or since this was last asked."""
         engine = self._torch.get_state()
         python = self._python_words(), self._python.gauss_next
-        return python, self._numpy_words(), self._bytes_at(engine.data_ptr()).raw
+        before, self._at = self._at, (python, self._numpy_words(), self._bytes_at(engine.data_ptr()).raw)
+        return _NONE if self._at == before else frozenset(itertools.compress(NAMES, map(operator.ne, self._at, before)))
 
     def take_over(self, seeded: Collection[str]) -> None:
         """Save the caller's states, and put numpy's and torch's generator at rest that will not be `seeded`."""
@@ -112,7 +115,7 @@ class GlobalGenerators:
         finally:
             self._set_numpy(ours)
         self._torch.set_state(self._rest)
-        self.at = python, self._numpy_words(), self._torch_rest
+        self._at = python, self._numpy_words(), self._torch_rest
 
     def restore(self) -> None:
         """Put the caller's states back."""

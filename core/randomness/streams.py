@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import operator
 import os
 import pickle
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -25,7 +22,7 @@ import torch
 from ..errors import MidepochError, warn
 from ..order.keys import extend_key
 from .devices import DeviceGenerators
-from .globals import NAMES, GlobalGenerators, Stamp
+from .globals import NAMES, GlobalGenerators
 from .owned import OwnedGenerator, find_generators
 
 __all__ = ["Purpose", "Start", "Streams", "no_other_reads", "process_seed", "sample_generator", "without_keys"]
@@ -55,7 +52,7 @@ _NONE: frozenset[str] = frozenset()
 _ALL = frozenset((*NAMES, "sample"))
 """The global generators, and that of `sample_generator`."""
 
-_LOOKED_AFTER = frozenset(1 << power for power in range(1, 40))  # batches of a pass, once more for generators
+_LOOKED_AFTER = frozenset(4**power for power in range(1, 20))  # batches of a pass, once more for generators
 
 
 class _Current(threading.local):
@@ -65,15 +62,25 @@ class _Current(threading.local):
 _current = _Current()
 
 # The generators are the process's. A thread that reads waits for its turn, but not for ever: another one may wait for
-# what this one reads. By process: one that was forked lacks the thread that would end the turn.
-_turns = defaultdict[int, Any](threading.RLock)
+# what this one reads.
+_turn: Any = threading.RLock()
 _SECONDS_TO_WAIT = 1.0
+
+
+def _turn_anew() -> None:
+    """In a forked process: it lacks the thread that would end the turn."""
+    global _turn
+    _turn = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_turn_anew)
 
 
 @contextlib.contextmanager
 def no_other_reads() -> Iterator[None]:
     """Keep other threads from the generators: a process that is forked has them as they are at that moment."""
-    turn = _turns[os.getpid()]
+    turn = _turn
     has_it = turn.acquire(timeout=_SECONDS_TO_WAIT)
     try:
         yield
@@ -153,7 +160,7 @@ class Streams:
         self._roots = roots
         self._owned: list[OwnedGenerator] | None = None
         self._warned: set[str] = set()  # paths
-        self._batches = 0  # of this pass that were read
+        self._batches: int | None = None  # of this pass that were read; None before the first pass
         self._globals = GlobalGenerators()
         self._devices = DeviceGenerators() if devices else None
         self._rest_key = 0
@@ -165,8 +172,6 @@ class Streams:
         self._saved: Sequence[Any] | None = None  # the states of the source's own; None between batches
         self._outer: Streams | None = None
         self._turn: Any = None  # while this thread has it
-        self._late: list[OwnedGenerator] = []  # that the first batch has made
-        self._began = False  # a pass
         self.first = False  # no batch of this pass has been read; what generators the next one makes is looked for
         self.seeds = _NONE  # the generators that are seeded in this batch
         self.asked = _NONE  # used in this batch without another trace: `sample_generator`, and torch's seed
@@ -181,10 +186,9 @@ class Streams:
         `rest` is the key of generators that are not used in this pass.
         """
         before, self._owned = self._owned or [], self._search(*more)
-        self.first, self._batches = True, 0
-        if self._began:  # otherwise what has come since may be of a list that was made before the first pass
+        if self._batches is not None:  # else what has come since may be of a list that was made before the first pass
             self._warn_of_later(_new_in(self._owned, before))
-        self._began = True
+        self.first, self._batches = True, 0
         if rest != self._rest_key:
             self._rest_key = rest
             self._globals.rest_at(rest)
@@ -199,21 +203,22 @@ class Streams:
         new = [] if before is None else _new_in(found, before)
         self._owned = [each for each in found if each not in new]
 
-    def made_late(self, *more: object) -> bool:
-        """Whether the first batch of the pass created generators, or drew from those of a device that it started.
+    def made_late(self, *more: object) -> str:
+        """What the first batch of the pass did to draw from generators that were not seeded; empty if nothing.
 
-        They were not seeded; they are from now on. Call it after every batch that `read` has not read.
+        It may have made them, or have started a device. They are seeded from now on. Call it after every batch that
+        `read` has not read.
         """
         if not self.first:
-            return False
+            return ""
         self.first = False
         before, late = self._owned or [], self._search(*more)
         if late:
-            known = {id(each.generator) for each in before}
-            late = [each for each in late if id(each.generator) not in known]
-        self._late = late
+            late = _new_in(late, before, remade=True)
         self._owned = [*before, *late]  # known ones keep their path for this pass, even if samples have moved them
-        return bool(late) or (self._devices is not None and self._devices.late)
+        if late:
+            return f"made a random generator ({', '.join(each.path for each in late)})"
+        return "first drew on a device" if self._devices is not None and self._devices.late else ""
 
     def _look_again(self) -> None:
         """Look for generators that samples have made since the last look."""
@@ -235,11 +240,9 @@ class Streams:
 
     def warn_if_late(self, *more: object) -> None:
         """Call this in place of `made_late` if a batch cannot be read again."""
-        if self.made_late(*more):
-            paths = ", ".join(each.path for each in self._late)
-            what = f"made a random generator ({paths})" if paths else "first drew on a device"
+        if late := self.made_late(*more):
             warn(
-                f"your code {what} for a batch that is read once; its numbers will differ after a resume: make "
+                f"your code {late} for a batch that is read once; its numbers will differ after a resume: make "
                 "generators in __init__, use a device before the loader is iterated, or use "
                 "midepoch.sample_generator()"
             )
@@ -277,12 +280,12 @@ class Streams:
             try:
                 batch = call(start)
             except BaseException as error:
-                missed = self._leave()[1]
+                missed = self._leave() - self.seeds
                 if missed and isinstance(error, Exception):  # perhaps of numbers that were not seeded
                     continue
                 raise
-            before = missed
-            used, missed = self._leave()
+            before, used = missed, self._leave()
+            missed = used - self.seeds
             if before and not before & used:
                 warn(
                     "code of the source drew random numbers for a batch when it was first read, and none when it was "
@@ -292,14 +295,17 @@ class Streams:
             if missed or (self.first and self.made_late()):
                 continue
             if not notes:  # a sample that is looked at is no batch
-                self._batches += 1
+                self._batches = (self._batches or 0) + 1
                 if self._batches in _LOOKED_AFTER:
                     self._look_again()
             return batch
 
     def drew(self) -> bool:
-        """Whether code has drawn since the last sample was begun, in a batch that `notes`."""
-        return bool(self._globals.stamp() != self._globals.at or self.asked)
+        """Whether code has drawn since the last sample was begun, in a batch that `notes`. Ask once a sample."""
+        assert self._noted is not None
+        drawn = self._globals.moved() | self.asked
+        self._noted |= drawn
+        return bool(drawn)
 
     # --- reading what can be read once ---
 
@@ -329,40 +335,32 @@ class Streams:
     def drawn_by(self, call: Callable[[], object]) -> bool:
         """Whether `call` draws, from global generators or the source's own. Use it between `begin` and `end`."""
 
-        def look() -> tuple[Any, ...]:
-            return self._globals.stamp(), self.asked, [pickle.dumps(each.save()) for each in self._owned or ()]
-
-        before = look()
+        self._globals.moved()  # before
+        before = [pickle.dumps(each.save()) for each in self._owned or ()]
         call()
-        return look() != before
+        after = [pickle.dumps(each.save()) for each in self._owned or ()]
+        return bool(self._globals.moved() or self.asked or after != before)
 
     # --- both ---
 
     def _start_noting(self, key: int) -> None:
-        lent = self._globals
         assert self._noted is not None
-        stamp = lent.stamp()
-        if stamp != lent.at or self.asked:
-            self._noted |= self._used_since(stamp)
+        self._noted |= self._globals.moved() | self.asked
         self.key, self.generator, self.asked = key, None, _NONE
         for start in self._starts:
             start(key)
-        lent.at = lent.stamp()
-
-    def _used_since(self, stamp: Stamp) -> frozenset[str]:
-        """What was used since the stamp `at`. `stamp`: as it is now."""
-        return self.asked.union(itertools.compress(NAMES, map(operator.ne, stamp, self._globals.at)))
+        self._globals.moved()  # by us
 
     def _enter(self, seeds: frozenset[str], notes: bool) -> Start | None:
         """Take over the generators, to seed these; the others are at rest. Returns what seeds, if anything is to be."""
         outer = _current.streams
-        self._outer = outer = None if outer is self else outer  # which an interrupt may have left there
+        self._outer = None if outer is self else outer  # itself, if an interrupt has left it there
         _current.streams, self.key, self.asked = self, None, _NONE
         self._noted = _NONE if notes else None
         devices = self._devices
-        if devices is not None and (found := devices.find()):
-            self._start_is_known &= len(found) == len(devices.held)
+        if devices is not None and devices.find():
             devices.take_over()
+            self._start_is_known = False
         if not (self._start_is_known and self.seeds is seeds):
             self.seeds, self._start_is_known = seeds, True
             # They refer to no Streams, which would be a cycle.
@@ -373,21 +371,16 @@ class Streams:
                 starts += [functools.partial(_start_owned, each) for each in self._owned]
             alone = len(starts) == 1 and "sample" not in seeds
             self._start = starts[0] if alone else functools.partial(_start_all, starts) if starts else None
-        turn = _turns[os.getpid()]
-        if self._turn is None or not turn._is_owned():  # else an interrupt has left it there, in this very thread
-            self._turn = turn if turn.acquire(timeout=_SECONDS_TO_WAIT) else None
+        if self._turn is None or not _turn._is_owned():  # else an interrupt has left it there, in this very thread
+            self._turn = _turn if _turn.acquire(timeout=_SECONDS_TO_WAIT) else None
         self._globals.take_over(seeds)
         self._saved = [each.save() for each in self._owned] if self._owned else ()
         return self._start_noting if notes else self._start
 
-    def _leave(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Restore the caller's generators. Returns what the batch has used, and what of it was not seeded."""
-        lent, devices, noted, seeds = self._globals, self._devices, self._noted, self.seeds
-        used = _NONE
-        if noted is not None or seeds is not _ALL:
-            stamp = lent.stamp()
-            if stamp != lent.at or self.asked:
-                used = self._used_since(stamp)
+    def _leave(self) -> frozenset[str]:
+        """Restore the caller's generators. Returns what the batch has used, as far as that was looked at."""
+        lent, devices, noted = self._globals, self._devices, self._noted
+        used = _NONE if noted is None and self.seeds is _ALL else lent.moved() | self.asked
         lent.restore()
         if self._saved:
             for each, state in zip(self._owned or (), self._saved, strict=False):
@@ -401,19 +394,22 @@ class Streams:
         self._saved, _current.streams = None, self._outer
         if noted is not None:
             used |= noted
-        missed = used - seeds
-        if noted is not None or missed:  # else `_enter` would make anew what seeds
+        if noted is not None or not used <= self.seeds:  # else `_enter` would make anew what seeds
             self._used = used if self._used is None else used | self._used
-        return used, missed
+        return used
 
     def __reduce__(self) -> tuple[Callable[..., Streams], tuple[object, ...]]:
         # A worker process looks for the generators of its own copy.
         return functools.partial(Streams, devices=self._devices is not None), self._roots
 
 
-def _new_in(found: list[OwnedGenerator], before: list[OwnedGenerator]) -> list[OwnedGenerator]:
-    """Those that are not known. What is made anew at a known path has been seeded by the code that makes it."""
-    known = {id(each.generator) for each in before} | {each.path for each in before}
+def _new_in(
+    found: list[OwnedGenerator], before: list[OwnedGenerator], remade: bool = False
+) -> list[OwnedGenerator]:
+    """Those that are not known. What is made anew at a known path counts if `remade`; else its maker has seeded it."""
+    known: set[Any] = {id(each.generator) for each in before}
+    if not remade:
+        known.update(each.path for each in before)
     return [each for each in found if not {id(each.generator), each.path} & known]
 
 

@@ -35,7 +35,8 @@ from .sessions import FirstBatch, WitnessRequest
 
 __all__ = ["MapReader", "MapRequest", "Samples", "as_list", "map_requests", "reads_whole_batches", "spans", "unchanged"]
 
-_KEY_BLOCK = 512
+_KEY_BLOCK = 2048  # keys that are derived at once
+_NO_KEYS = np.empty(0, np.uint64)
 _MOST_AHEAD = 2048  # indices of requests that are made in a row
 
 
@@ -219,14 +220,14 @@ class MapReader:
         self._streams = Streams(dataset, *(() if self._plain_collate else (collate,))) if streams else None
         self._looks = Looks(dataset, self._whole, self._streams)
         self._session: int | None = None
-        self._key_block: list[int] = []  # keys of consecutive positions: a numpy call costs more than its work
+        self._key_block = _NO_KEYS  # of consecutive positions: a numpy call costs more than its work
         self._key_block_start = 0
 
     def __call__(self, request: MapRequest) -> Any:
         """The batch."""
         streams = self._streams
         if streams is not None and self._session != request.session:
-            self._session, self._key_block = request.session, []
+            self._session, self._key_block = request.session, _NO_KEYS
             streams.begin_pass(rest=derive_key(Purpose.REST, request.seed, request.epoch))
         if request.look is not None:
             return self._first_batch(request, request.look)
@@ -305,18 +306,19 @@ class MapReader:
         return self._collate(samples[0] if self._single else samples)
 
     def _keys(self, request: MapRequest) -> list[int]:
-        start, count = request.start, len(request.indices)
-        place, own = start - self._key_block_start, self._listed_batches or request.positions is not None
-        if own or not 0 <= place <= len(self._key_block) - count:
-            key, positions = derive_key(Purpose.SAMPLE, request.seed, request.epoch), request.positions
+        start, count, positions = request.start, len(request.indices), request.positions
+        place, derived = start - self._key_block_start, self._key_block
+        if positions is not None or not 0 <= place <= len(derived) - count:
+            key = derive_key(Purpose.SAMPLE, request.seed, request.epoch)
             if self._listed_batches:
-                key, numbers = extend_key(key, start % request.size), np.arange(count)
-            elif positions is not None:
-                numbers = np.array(positions)
-            else:
-                numbers = np.arange(start, start + max(count, _KEY_BLOCK)) % max(request.size, 1)
-            self._key_block, self._key_block_start, place = derive_keys(key, numbers).tolist(), start, 0
-        return self._key_block[place : place + count]
+                return cast(list[int], derive_keys(extend_key(key, start % request.size), np.arange(count)).tolist())
+            if positions is not None:
+                return cast(list[int], derive_keys(key, np.array(positions)).tolist())
+            # One of many ranks reads a few positions in every so many.
+            ahead = _KEY_BLOCK if 0 <= place <= _KEY_BLOCK else 0
+            derived = derive_keys(key, np.arange(start, start + max(count, ahead)) % max(request.size, 1))
+            self._key_block, self._key_block_start, place = derived, start, 0
+        return cast(list[int], derived[place : place + count].tolist())
 
 
 def reads_whole_batches(dataset: Any) -> bool:
