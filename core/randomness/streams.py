@@ -13,6 +13,7 @@ import functools
 import os
 import pickle
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -62,25 +63,15 @@ class _Current(threading.local):
 _current = _Current()
 
 # The generators are the process's. A thread that reads waits for its turn, but not for ever: another one may wait for
-# what this one reads.
-_turn: Any = threading.RLock()
+# what this one reads. By process: one that was forked lacks the thread that would end the turn.
+_turns = defaultdict[int, Any](threading.RLock)
 _SECONDS_TO_WAIT = 1.0
-
-
-def _turn_anew() -> None:
-    """In a forked process: it lacks the thread that would end the turn."""
-    global _turn
-    _turn = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_turn_anew)
 
 
 @contextlib.contextmanager
 def no_other_reads() -> Iterator[None]:
     """Keep other threads from the generators: a process that is forked has them as they are at that moment."""
-    turn = _turn
+    turn = _turns[os.getpid()]
     has_it = turn.acquire(timeout=_SECONDS_TO_WAIT)
     try:
         yield
@@ -371,8 +362,9 @@ class Streams:
                 starts += [functools.partial(_start_owned, each) for each in self._owned]
             alone = len(starts) == 1 and "sample" not in seeds
             self._start = starts[0] if alone else functools.partial(_start_all, starts) if starts else None
-        if self._turn is None or not _turn._is_owned():  # else an interrupt has left it there, in this very thread
-            self._turn = _turn if _turn.acquire(timeout=_SECONDS_TO_WAIT) else None
+        turn = _turns[os.getpid()]
+        if self._turn is None or not turn._is_owned():  # else an interrupt has left it there, in this very thread
+            self._turn = turn if turn.acquire(timeout=_SECONDS_TO_WAIT) else None
         self._globals.take_over(seeds)
         self._saved = [each.save() for each in self._owned] if self._owned else ()
         return self._start_noting if notes else self._start

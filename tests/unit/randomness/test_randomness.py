@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import multiprocessing
+import os
 import queue
 import random
 import sys
@@ -437,7 +438,7 @@ def test_no_process_is_forked_while_a_thread_has_the_generators(monkeypatch: pyt
     forking.set()
     with streams.no_other_reads(), concurrent.futures.ThreadPoolExecutor(1) as pool:
         steps.append("forked")
-        assert not pool.submit(streams._turn.acquire, blocking=False).result(60)
+        assert not pool.submit(streams._turns[os.getpid()].acquire, blocking=False).result(60)
     assert steps == ["read", "forked"]
     thread.join(60)
 
@@ -525,5 +526,5 @@ def test_an_interrupt_within_a_batch_makes_nobody_wait(monkeypatch: pytest.Monke
     got += sources.taken(loader, 2)
     assert got == whole
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        assert pool.submit(streams._turn.acquire, blocking=False).result(60)
-        pool.submit(streams._turn.release).result(60)
+        assert pool.submit(streams._turns[os.getpid()].acquire, blocking=False).result(60)
+        pool.submit(streams._turns[os.getpid()].release).result(60)
