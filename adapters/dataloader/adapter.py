@@ -21,7 +21,7 @@ from midepoch.loader.adapter import Adapter, Facts, Options, Run, Session, Why
 from midepoch.loader.capabilities import Capabilities, Capability
 from midepoch.loader.lending import LENDS
 from midepoch.loader.place import Place
-from midepoch.order import MAXIMUM_SIZE, Endless
+from midepoch.order import Endless
 from midepoch.order.keys import derive_key
 from midepoch.reading.exposed import exposed_samplers
 from midepoch.reading.indexed import MapReader, Samples, map_requests, unchanged
@@ -285,8 +285,7 @@ class MapDataLoaderAdapter(Adapter):
     def open(self, run: Run) -> Session:
         """Open a session at the run's position."""
         if run.share is None:
-            start = run.position if run.holes is None else run.holes.place_of(run.position)
-            run = replace(run, share=self._share_of(MAXIMUM_SIZE, start, run.world))
+            run = replace(run, share=self.share_of(run))
         order, listed = self._order, None
         if isinstance(order, MaterializedOrder):
             listed = order.epoch(self._listed_under(run.seed), run.epoch)

@@ -15,13 +15,13 @@ from ..loader.body import Record
 from ..loader.lending import loader_of
 from ..loader.saving import state_or_that_of_now
 from ..state.changed import share_changed
-from ..state.parts import is_rank_independent, join_states, warn_of_witnesses
+from ..state.parts import check_skips, is_rank_independent, join_states, warn_of_witnesses
 from .body_record import joined_records, read_record
 from .epoch_loop import EpochLoop
 from .files import FORMAT, Found, read
 from .fitting import check_fits, kinds_of, sharded
 from .generators import check_generators, save_generators
-from .ledger import NO_LEDGER, unseal
+from .ledger import ledger_of
 
 __all__ = ["Contribution", "apply", "contribute", "joined", "read_fitting"]
 
@@ -87,11 +87,7 @@ def joined(
                 f"the ranks do not stand at the same place of {name} (epoch, position): rank 0 at {places[0]}, "
                 f"rank {other} at {places[other]}; call step() or save() on every rank after the same batch"
             )
-        if alone := [rank for rank, each in enumerate(of_all) if each.get("omit") != of_all[0].get("omit")]:
-            raise SnapshotError(
-                f"rank {alone[0]} skips other positions of {name} than rank 0 ({of_all[alone[0]]['omit']!r:.80}, not "
-                f"{of_all[0]['omit']!r:.80}): call skip() on every rank after the same batch"
-            )
+        check_skips(name, of_all)
         states[name] = share_changed(states[name], of_all)
         warn_of_witnesses(name, loader, of_all, told)
     for name, state in states.items():
@@ -131,10 +127,7 @@ def read_fitting(found: Found, parts: Mapping[str, Any], rank: int) -> dict[str,
             f"{found.path} is missing, or another file than rank 0 sees: put it on storage that all processes share"
         )
     check_fits(parts, content["parts"], content["kinds"])
-    try:
-        unseal(content.get("ledger", NO_LEDGER))
-    except ValueError as error:
-        raise SnapshotError(f"{found.path} is damaged (ledger): restore a copy") from error
+    content["ledger"] = ledger_of(content, found.path)
     content["body"], of_ranks = read_record(content.get("body"), content["parts"]), content["generators"]
     content["generators"] = check_generators(of_ranks[rank]) if rank < len(of_ranks) else None
     return content

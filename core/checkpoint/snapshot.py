@@ -27,7 +27,7 @@ from .epoch_loop import EpochLoop
 from .files import Found, SnapshotFile, cure_of, find, release_files
 from .fitting import merge
 from .generators import seed_generators, set_generators
-from .ledger import NO_LEDGER, Ledger, trained_loaders
+from .ledger import Ledger, trained_loaders
 from .ranks import NEVER, Agreement, Ranks
 from .signals import Signals, end_process
 from .unfollowed import Unfollowed
@@ -376,7 +376,7 @@ class Snapshot:
                 self._file.write(content)
             except Exception as error:  # noqa: BLE001  # the other ranks wait for this one, and must hear of it
                 problem = str(error)
-                if not isinstance(error, SnapshotError):
+                if not isinstance(error, MidepochError):
                     problem = f"{type(error).__name__}: {error}; {cure_of(error, self.path.parent)}"
                 release_files(error)
                 cause = error
@@ -468,8 +468,8 @@ class Snapshot:
         self.steps, self._agreement.next_step, self._due = content["steps"], NEVER, 0
         self._owes_a_save = False
         if self._ledger is not None:
-            self._ledger.begin(content.get("ledger", NO_LEDGER), self.steps)
-        elif content.get("ledger") and not ranks.rank:
+            self._ledger.begin(content["ledger"], self.steps)
+        elif content["ledger"]["files"] and not ranks.rank:
             warn(f"the ledger of {self.path} ends here: pass ledger=True to midepoch.Snapshot to go on with it")
         self._unfollowed.begin({})
         self._file.take_over(found)

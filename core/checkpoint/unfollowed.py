@@ -45,7 +45,7 @@ class Unfollowed:
         first, self._first, self.is_due = self._first, {}, False
         for name, loader in loaders.items():
             progress = loader._progress
-            if (reading := progress.reading) is None or progress.context.tickets is not None:
+            if (reading := progress.reading) is None or progress.context.tickets.taken:
                 continue
             taken = reading.steps - (body.in_flight_of(name, in_flight) if body else in_flight)
             if first is None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, final
 
 from ..errors import StateCorruptError, StateMismatchError, warn
-from ..order import Order
-from ..order.holes import Holes
+from ..order import MAXIMUM_SIZE, Order
+from ..order.holes import NO_HOLES, Holes
 from ..randomness.owned import find_generators
 from ..state.format import State
 from ..state.parts import part_of
@@ -99,10 +99,15 @@ class Run:
     expects: Witness | None = None  # of a loaded state, to be compared
     # Whoever looks adds what it saw, before the first batch is handed out.
     reports: list[WitnessReport] = field(default_factory=list, compare=False)
-    holes: Holes | None = None  # what is left out; the share is then one of places (`midepoch.order.holes`)
-    skipped: Holes | None = None  # what no padding repeats: the holes but for what is finished
+    holes: Holes = NO_HOLES  # what is left out; the share is then one of places (`midepoch.order.holes`)
+    skipped: Holes = NO_HOLES  # what no padding repeats: the holes but for what is finished
     # A random number, different for each session in any process. Readers tell sessions apart by it.
     session: int = field(default_factory=functools.partial(random.SystemRandom().getrandbits, 62))
+
+    @property
+    def start(self) -> int:
+        """The place of the first batch."""
+        return self.holes.place_of(self.position) if self.holes.total else self.position
 
 
 class Samples(Protocol):
@@ -293,6 +298,11 @@ class Adapter(ABC):
         if together is None:
             return Share(size, start, facts.batch_size, world, self.tail_in_use, facts.drop_last)
         return MicroShare(size, start, facts.batch_size, world, "uneven", facts.drop_last, together)
+
+    @final
+    def share_of(self, run: Run) -> Share:
+        """A session's batches, in places (`midepoch.order.holes`), also where the order has no end."""
+        return self._share_of(MAXIMUM_SIZE, run.start, run.world) if run.share is None else run.share
 
     @final
     @property

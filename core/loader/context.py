@@ -8,8 +8,9 @@ from typing import Any
 from ..errors import MidepochError, UnsupportedSourceError
 from ..order.holes import Omit
 from ..randomness.streams import process_seed
-from ..world import Share, World, warn_of_mesh
+from ..world import World, warn_of_mesh
 from .adapter import Adapter, Options, Run, Session
+from .capabilities import Capability
 from .tickets import Tickets
 from .whole_batches import Then, WholeBatches
 
@@ -28,14 +29,20 @@ class RunContext:
         self.resharded: World | None = None  # the last world given to `Loader.reshard`
         self.last: World | None = None  # of the last pass; None if any other may follow
         self.omit = Omit()  # the positions that epochs leave out
-        self.tickets: Tickets | None = None  # None until one is asked for
+        self.tickets = Tickets()
         # Of a combination: a batch that fails is given again unless the user states otherwise, and the place stays at
         # the end of an epoch of unknown length until the next one begins.
         self.is_part = False
         self._then: Then | None = None  # made with the first session
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "last": None, "_then": None, "tickets": None}
+        return {**self.__dict__, "last": None, "_then": None, "tickets": Tickets()}
+
+    @property
+    def skips(self) -> Capability:
+        """Whether positions can be left out."""
+        alone = Capability(False, "the positions of a combination's part follow from the others: wrap it by itself")
+        return alone if self.is_part else self.adapter.promises.skips
 
     def take_seed(self, seed: int) -> None:
         """Take over a loaded state's seed."""
@@ -77,7 +84,7 @@ class RunContext:
                 f"the source's sampler is for rank {by_source.rank} of {by_source.world_size}: make it for one "
                 "process (num_replicas=1, rank=0), and let midepoch shard"
             )
-        if self.tickets is not None:
+        if self.tickets.taken:
             raise UnsupportedSourceError(
                 "reshard() with tickets, of which each rank knows only its own: save midepoch.gather(loader), and load "
                 "it on all ranks of the new world"
@@ -85,13 +92,6 @@ class RunContext:
         for part, _ in adapter.parts():
             part.check_reshard(world)
         adapter.size(self.seed(world), epoch, world)  # some sources are made for one world
-
-    def around(self, share: Share | None, epoch: int, whole: bool = False) -> Share | None:
-        """A share of an epoch, less what is left out. `whole`: of the whole epoch, of which none is finished."""
-        holes = self.omit.skips.get(epoch) if whole else self.omit.of(epoch)
-        if share is None or not holes:
-            return share
-        return replace(share, size=holes.place_of(share.size), start=holes.place_of(share.start))
 
     def session(self, run: Run) -> Session:
         """Open a session. The seed and the world are kept."""

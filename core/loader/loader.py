@@ -87,7 +87,7 @@ class Loader(Generic[Batch]):
     @property
     def is_rank_independent(self) -> bool:
         """Whether the state is the same on every rank; `capabilities` has the reason."""
-        in_parts = self._context.tickets is not None and self._context.world().world_size > 1
+        in_parts = self._context.tickets.taken and self._context.world().world_size > 1
         return self._adapter.rank_independent and not in_parts
 
     def witnesses_in(self, state: State) -> dict[str, str]:
@@ -273,7 +273,7 @@ class Loader(Generic[Batch]):
             if in_flight:
                 raise MidepochError("commit() says which batches were trained on: leave in_flight out")
             return dict(committed)
-        if in_flight and self._context.tickets is not None:
+        if in_flight and self._context.tickets.taken:
             raise MidepochError("finish() says which batches were trained on: leave in_flight out")
         return self._progress.state(in_flight)
 
@@ -381,24 +381,16 @@ class Loader(Generic[Batch]):
             MidepochError: within a global batch, or after a batch that could not be read. The loader is unchanged, as
                 after each of these errors.
         """
-        for name, value in (("start", start), ("stop", stop), ("epoch", epoch)):
-            if type(value) is not int and not (name == "epoch" and value is None):
-                raise TypeError(f"{name} must be an int, got {value!r:.80}")
-        epoch = self.epoch if epoch is None else epoch
-        if self._context.is_part:
-            raise UnsupportedSourceError("skip: a part of a combination cannot skip; wrap its source by itself")
-        if not (can := self.capabilities.skips):
+        progress, context, epoch = self._progress, self._context, self.epoch if epoch is None else epoch
+        if not all(type(each) is int for each in (start, stop, epoch)):
+            raise TypeError(f"skip takes ints, got {start!r:.80}, {stop!r:.80} and {epoch!r:.80}")
+        if not (can := context.skips):
             raise UnsupportedSourceError(f"skip: {can.reason}; let the dataset leave samples out instead")
-        progress, size = self._progress, self._adapter.size(self.seed, epoch, self.world)
-        if not 0 <= start < stop or (size is not None and stop > size):
-            raise ValueError(f"skip({start}, {stop}): give a range of at least one position, within [0, {size}]")
-        if epoch < self.epoch or (epoch == self.epoch and progress.is_at_end):
-            raise ValueError(f"skip: epoch {epoch} has ended; the loader is at epoch {self.epoch}")
-        if epoch >> 62:
-            raise ValueError(f"skip: epoch {epoch} is beyond what a state can name: give one that the run reaches")
+        size, now = self._adapter.size(self.seed, epoch, self.world), self.epoch + progress.is_at_end
+        omit = context.omit.with_skip(start, stop, epoch, now, size)
         if epoch == self.epoch and (progress.within or progress.skipped):
             raise MidepochError("skip() within a global batch, or after a batch that failed: take the next batch first")
-        progress.skip(start, stop, epoch)
+        progress.leave_out(omit, anew=epoch == self.epoch)
 
     @property
     def skipped(self) -> dict[int, list[tuple[int, int]]]:
@@ -419,10 +411,8 @@ class Loader(Generic[Batch]):
             MidepochError: no batch was handed out since the last load, or `commit` is used.
             UnsupportedSourceError: `capabilities.skips` says no, or ``global_batch=`` was given.
         """
-        if self._context.tickets is None:
-            if self._context.is_part:
-                raise UnsupportedSourceError("ticket: a combination's parts have none; wrap the source by itself")
-            if not (can := self.capabilities.skips):
+        if not self._context.tickets.taken:
+            if not (can := self._context.skips):
                 raise UnsupportedSourceError(f"ticket: {can.reason}; finish batches in order instead, with commit()")
             if self._options.global_batch is not None:
                 raise UnsupportedSourceError("ticket: steps of a global batch end together; leave global_batch= out")
@@ -437,12 +427,9 @@ class Loader(Generic[Batch]):
             StateError: the ticket is finished already, or of another run, or of a place that was left by a load, a
                 seek or a rollback. Nothing is changed.
         """
-        tickets = self._context.tickets
         if type(ticket) is not Ticket:
             raise TypeError(f"finish takes what loader.ticket returned, got {ticket!r:.80}")
-        if tickets is None:
-            raise StateError(f"{ticket} is of another run: its batch is given again; drop its result")
-        tickets.finish(ticket)
+        self._context.tickets.finish(ticket)
 
     @property
     def frontier(self) -> tuple[int, int]:
@@ -450,7 +437,8 @@ class Loader(Generic[Batch]):
 
         Without tickets, where the next batch is.
         """
-        return self._progress.frontier()
+        progress, tickets = self._progress, self._context.tickets
+        return (self.epoch, self.position) if tickets.epoch is None else progress.frontier([tickets.open()])[0][:2]
 
     def united(self, states: list[State]) -> State | None:
         """One state, from those of all ranks of which each knows its own tickets; None if tickets are not the reason.
@@ -466,7 +454,7 @@ class Loader(Generic[Batch]):
         if not all(taken):
             raise MidepochError(f"rank {taken.index(False)} takes no tickets, and others do: take them on every rank")
         parts = [part_of(each["detail"], rank, len(states)) for rank, each in enumerate(states)]
-        return self._progress.united(Holes.parse(str(decode(part))) for part in parts)
+        return self._progress.state_at(*self._progress.frontier(Holes.parse(str(decode(part))) for part in parts))
 
     # --- ranks that leave and join while training goes on ---
 
@@ -510,7 +498,7 @@ class Loader(Generic[Batch]):
             StateError: the source cannot say where it stands.
         """
         progress = self._progress
-        if self._context.tickets is not None:
+        if self._context.tickets.taken:
             raise MidepochError("commit() with tickets, which say what was trained on: leave commit() out")
         place, origin = progress.here(), progress.origin
         if progress.within:

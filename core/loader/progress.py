@@ -26,8 +26,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from ..errors import MidepochError, SourceError, StateError, warn
-from ..order import MAXIMUM_SIZE
-from ..order.holes import Holes, Omit
+from ..order.holes import NO_HOLES, Holes, Omit
 from ..state.codec import encode
 from ..state.format import State, reseal
 from ..state.parts import single_part
@@ -47,6 +46,13 @@ _logger = logging.getLogger("midepoch")
 
 def _none() -> None:
     """The latest pass, where there is none."""
+
+
+def _around(holes: Holes, share: Share | None) -> Share | None:
+    """A share of positions as one of the places around holes."""
+    if share is None:
+        return None
+    return replace(share, size=holes.place_of(share.size), start=holes.place_of(share.start))
 
 
 class Phase(enum.Enum):
@@ -211,8 +217,7 @@ class Progress:
 
     def _has_done(self, epoch: int, position: int) -> bool:
         """Whether something of an epoch was done at a place."""
-        omit = self.context.omit
-        return position > 0 or (omit.done.total > 0 and omit.epoch == epoch)
+        return position > 0 or epoch in self.context.omit.done
 
     def last_given(self) -> tuple[Share | None, int]:
         """Of the batch handed out last: its session's share, None if unknown, and the batches up to this one."""
@@ -241,7 +246,8 @@ class Progress:
         if isinstance(detail, Unknown) or detail is LATER or self.is_at_end:
             detail = ""  # that of the place is not known, or is the next epoch's
         share = self.context.adapter.share(self.context.seed(world), epoch, position, world, detail)
-        return self.context.around(share, epoch, whole)
+        omit = self.context.omit
+        return _around(omit.skips.get(epoch, NO_HOLES) if whole else omit.of(epoch), share)
 
     def steps_left(self) -> int | None:
         """Batches left in this epoch on this rank; None if unknown."""
@@ -259,8 +265,8 @@ class Progress:
         """As `Loader.state_dict`, where nothing was committed."""
         if in_flight:
             return self.state_at(place_before(self.history, in_flight))
-        if (tickets := self.context.tickets) is not None and tickets.epoch is not None:
-            return self._state_of(tickets)
+        if self.context.tickets.epoch is not None:
+            return self._state_of(self.context.tickets)
         loaded, here = self.loaded, (self.epoch, self.position)
         if loaded is not None and not self.history and here == (loaded["epoch"], loaded["position"]):
             return dict(loaded)
@@ -273,7 +279,7 @@ class Progress:
         world = context.world() if reading is None else reading.run.world
         if why := context.adapter.unreachable(place):
             warn(f"{why}. Save after a batch: no other loader can load this state")
-        last_read = place.epoch if place.position or omit.done_of(place.epoch) else place.epoch - 1
+        last_read = place.epoch if place.position or omit.done.get(place.epoch) else place.epoch - 1
         witness = self.states.witness(last_read)
         text = omit.text(place.epoch, place.position)
         return self.states.build(place, context.seed(world), world, witness, text)
@@ -285,65 +291,47 @@ class Progress:
         if not self.history:
             raise MidepochError("no batch was handed out since the start or the last load: take one, then its ticket")
         reading, context = self.history[-1][0], self.context
-        if context.tickets is None:
+        run = reading.run
+        if not context.tickets.taken:
             if self.reading is not reading:
                 self.suspend()  # a look at the next epoch's first batch, which has no ticket yet
-            context.tickets = Tickets()
-            self._begin_tickets(reading, context.tickets, reading.steps - 1)
-        run = reading.run
+            context.tickets.begin(reading, context.adapter.share_of(run), reading.steps - 1)
         return Ticket(run.session, run.epoch, run.world.rank, reading.steps - 1)
-
-    def _begin_tickets(self, reading: Reading, tickets: Tickets, done: int = 0) -> None:
-        run, without_end = reading.run, self.context.adapter._share_of
-        tickets.begin(reading, run.share or without_end(MAXIMUM_SIZE, reading.start, run.world), done)
 
     def check_left(self, epoch: int) -> None:
         """Raise a MidepochError if the loader would go on to an epoch, and tickets of the one before are open."""
         tickets = self.context.tickets
-        if tickets is not None and tickets.epoch not in (None, epoch) and (count := tickets.count):
+        if tickets.epoch not in (None, epoch) and (still := tickets.open()):
             raise MidepochError(
-                f"epoch {tickets.epoch} cannot be left: {count} of its batches {'is' if count == 1 else 'are'} not "
-                "finished; finish them, or load midepoch.gather(loader), after which they are given again"
+                f"epoch {tickets.epoch} cannot be left: the batch at position {still.starts[0]} is not finished; "
+                "finish all, or load midepoch.gather(loader), after which the rest is given again"
             )
 
     def _state_of(self, tickets: Tickets) -> State:
         """The state where batches are finished one by one: in a larger world, this rank's part of it."""
-        here, world, still = self.here(), tickets.last.reading.run.world, tickets.open()
+        reading, still = tickets.last.reading, tickets.open()
+        epoch, world = reading.run.epoch, reading.run.world
         if world.world_size == 1:
-            return self.united([still])
-        if self._is_past(tickets):
-            here = Place(tickets.last.reading.run.epoch, tickets.size)
-        state = self.state_at(here._replace(detail=tickets.last.reading.session.detail(None)))
+            return self.state_at(*self.frontier([still]))
+        taken = tickets.size if self._is_past(tickets) else self.position
+        state = self.state_at(Place(epoch, taken, reading.session.detail(None)))
         return reseal({**state, "detail": single_part(world.rank, encode(still.text()))})
 
     def _is_past(self, tickets: Tickets) -> bool:
         """Whether all batches of their epoch were handed out."""
         return self.epoch != tickets.epoch or self.is_at_end
 
-    def united(self, parts: Iterable[Holes]) -> State:
-        """The state, where each rank has these batches open."""
-        return self.state_at(*self._frontier(parts))
-
-    def frontier(self) -> tuple[int, int]:
-        """As `Loader.frontier`."""
-        tickets = self.context.tickets
-        if tickets is None or tickets.epoch is None:
-            return self.epoch, self.position
-        return self._frontier([tickets.open()])[0][:2]
-
-    def _frontier(self, parts: Iterable[Holes]) -> tuple[Place, Omit]:
+    def frontier(self, parts: Iterable[Holes]) -> tuple[Place, Omit]:
         """The place before which all is finished, and what is left out from there on, from what each rank has open."""
         tickets, omit = self.context.tickets, self.context.omit
-        assert tickets is not None  # which have made the parts
         reading, size, still = tickets.last.reading, tickets.size, Holes(each for part in parts for each in part)
         epoch, taken = reading.run.epoch, size if self._is_past(tickets) else self.position
         # Where nothing is open, what was handed out is finished, and what was when the state was loaded.
-        known = Holes([(0, taken), *omit.done_of(epoch)])
+        known = Holes([(0, taken), *omit.done.get(epoch, ())])
         done = Holes(span for ends in known for span in still.spans(*map(still.place_of, ends)))
-        past = Holes([*done, *omit.skips.get(epoch, ())])
-        frontier = past.stops[0] if past.starts[:1] == [0] else 0
+        frontier = Holes([*done, *omit.skips.get(epoch, ())]).position_of(0)
         if frontier < size:
-            return Place(epoch, frontier, reading.session.detail(None)), replace(omit, epoch=epoch, done=done)
+            return Place(epoch, frontier, reading.session.detail(None)), replace(omit, done={epoch: done})
         if self._is_past(tickets):
             return self.here(), omit
         following = self.place_at(epoch + 1, 0)  # of which this rank has not been told
@@ -364,20 +352,16 @@ class Progress:
 
     # --- what is left out ---
 
-    def skip(self, start: int, stop: int, epoch: int) -> None:
-        """As `Loader.skip`, with checked arguments."""
-        omit = self.context.omit.with_skip(epoch, start, stop)
+    def leave_out(self, omit: Omit, anew: bool) -> None:
+        """Leave out more from now on. `anew`: in this epoch, so that what is left is divided anew."""
         omit.text(self.epoch)  # raises if no state can hold it
-        if epoch == self.epoch and self.reading is not None:
+        if anew and self.reading is not None:
             self.divide_anew()  # what was handed out is where it was
         self.context.omit = omit
-        self.loaded, self.committed = self._skipping(self.loaded), self._skipping(self.committed)
-
-    def _skipping(self, state: State | None) -> State | None:
-        """A state with what is skipped now."""
-        if state is None:
-            return None
-        return reseal({**state, "omit": self.context.omit.text(state["epoch"], state["position"])})
+        self.loaded, self.committed = (
+            state and reseal({**state, "omit": omit.text(state["epoch"], state["position"])})
+            for state in (self.loaded, self.committed)
+        )
 
     # --- going elsewhere ---
 
@@ -397,7 +381,7 @@ class Progress:
     def move(self, place: Place, state: State | None = None) -> None:
         """Be at `place`, which counts as committed where commits are used. `state`: its state, if that is known."""
         seed = self.context.seed(self.context.world()) if state is None else state["seed"]
-        self.context.omit = replace(self.context.omit, done=Holes())
+        self.context.omit = replace(self.context.omit, done={})
         self.put(place)
         self.context.adapter.prepare(place, seed, "moved")
         self.origin = place
@@ -411,8 +395,7 @@ class Progress:
                 reading.close()
         self.spent = self.reading = None
         self.place, self.loaded, self.new_epoch = place, None, False
-        if self.context.tickets is not None:
-            self.context.tickets.clear()
+        self.context.tickets.clear()
         self.history.clear()
         self.failed.clear()
 
@@ -452,20 +435,20 @@ class Progress:
             holes = context.omit.of(place.epoch)
             after = holes.place_of(place.position) + skipped * adapter.units_per_step(world)
             place = self.place_at(place.epoch, holes.position_of(after))
-        omit = context.omit if context.omit.skips or context.omit.done.total else None
+        omit = context.omit
         while True:
-            share = None
+            share, holes = None, omit.of(place.epoch) if omit.skips or omit.done else NO_HOLES
             if not place.at_end:
                 adapter.prepare(place, seed, "opened")
                 share = adapter.share(seed, place.epoch, place.position, world, place.detail)
-                share = share if omit is None else context.around(share, place.epoch)
+                share = _around(holes, share) if holes.total else share
                 if share is None or share.global_steps or not self._has_done(place.epoch, place.position):
                     break
             # Less than one global batch is left.
             if self.body is not None or skipped or self._is_resharded:
                 return None
             place = self.place_at(place.epoch + 1, 0)
-        if context.tickets is not None:
+        if context.tickets.taken:
             self.check_left(place.epoch)
         detail = place.detail
         if not detail and not place.position:
@@ -475,15 +458,14 @@ class Progress:
                 self.origin = place._replace(detail=detail)  # as the source says it now, which reading changes
             self.place = place._replace(detail=detail)
         looks, expects = self.states.looks(place.epoch), self.states.expected
-        left_out, skips = (None, None) if omit is None else (omit.of(place.epoch) or None, omit.skips.get(place.epoch))
-        tail = adapter.tail_in_use if share is None else share.tail
-        run = Run(place.epoch, place.position, seed, world, share, tail, detail, looks, expects, [], left_out, skips)
+        tail, skips = adapter.tail_in_use if share is None else share.tail, omit.skips.get(place.epoch, NO_HOLES)
+        run = Run(place.epoch, place.position, seed, world, share, tail, detail, looks, expects, [], holes, skips)
         remembers = context.options.remember > 0 or adapter.facts.remembers
         step = adapter.units_per_step(world) if share is None else share.global_batch
         self.reading = reading = Reading(context.session(run), run, step, remembers)
-        if context.tickets is not None:
-            self._begin_tickets(reading, context.tickets)
-        self.states.changes.opened(place.position > 0 or (omit is not None and self._has_done(place.epoch, 0)))
+        if context.tickets.taken:
+            context.tickets.begin(reading, adapter.share_of(run))
+        self.states.changes.opened(place.position > 0 or place.epoch in omit.done)
         return reading
 
     def suspend(self, bookmark: Any = None) -> None:

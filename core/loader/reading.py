@@ -30,7 +30,7 @@ class Reading:
         self.steps = 0  # batches handed out of the session; until the first one, the place is the loader's
         self.global_batch = global_batch
         # Of the place after these batches; with holes, a place's number (`midepoch.order.holes`).
-        self.position = run.position if run.holes is None else self.start
+        self.position = run.position if not run.holes.total else run.start
         self.last_step = None if share is None else share.global_steps  # which ends the epoch on all ranks
         # At most one: the batch that `peek` returned, and the session's bookmark from before it.
         self.peeked: list[tuple[Any, Any]] = []
@@ -40,11 +40,6 @@ class Reading:
     def share(self) -> Share | None:
         """This rank's batches in the session; None if only reading tells how many there are."""
         return None if self.session.varies else self.run.share
-
-    @property
-    def start(self) -> int:
-        """The place of its first batch."""
-        return self.run.position if self.run.holes is None else self.run.holes.place_of(self.run.position)
 
     @property
     def within(self) -> bool:
@@ -57,7 +52,7 @@ class Reading:
         share, moved = self.run.share, self.steps * self.global_batch
         if isinstance(share, MicroShare):
             moved = share.moved(self.steps)
-        self.position = self.start + moved + self.session.position_correction
+        self.position = self.run.start + moved + self.session.position_correction
         if self.session.varies:
             self.last_step = None
 
@@ -78,7 +73,7 @@ class Reading:
 
     def original(self, position: int) -> int:
         """The position of the epoch, holes included, where this session's is `position`."""
-        return position if self.run.holes is None else self.run.holes.position_of(position)
+        return self.run.holes.position_of(position) if self.run.holes.total else position
 
     def close(self) -> None:
         """Close the session."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal, NoReturn
 
-from ..errors import StateCorruptError, StateMismatchError, warn
+from ..errors import StateMismatchError, warn
 from ..order.holes import Omit
 from ..state import format as states
 from ..state import parts
@@ -137,15 +137,9 @@ class States:
         adapter.check_detail(place.detail, checked["seed"], begins.epoch, begins.position, world)
         Witness.parse(checked["witness"])
         parse_changed(checked["changed"])
-        omit, can = Omit.parse(checked["omit"], place.epoch), adapter.promises.skips
-        if checked["omit"] and (self._context.is_part or not can):
+        Omit.parse(checked["omit"], place.epoch, place.position, size)
+        if checked["omit"] and not (can := self._context.skips):
             raise StateMismatchError(f"the state skips positions, and this source cannot ({can.reason}): load another")
-        holes = omit.of(place.epoch)
-        beyond = holes and size is not None and holes.stops[-1] > size
-        if beyond or (omit.done and omit.done.starts[0] < place.position):
-            raise StateCorruptError(
-                f"omit does not fit position {place.position} of epoch {place.epoch}, of {size}: use an undamaged state"
-            )
         return checked, place
 
     def place(self, state: State, world: World) -> Place:

@@ -29,26 +29,30 @@ class Ticket(NamedTuple):
 
 
 class _Session:
-    """A session, whose batches before `done`, and those in `beyond`, are finished. `share`: of its places."""
+    """A session, of which the batches from `seen` on are not in `_open` yet. `share`: of its places."""
 
-    def __init__(self, reading: Reading, share: Share, done: int) -> None:
-        self.reading, self.share, self.done, self.beyond = reading, share, done, set[int]()
+    def __init__(self, reading: Reading, share: Share, seen: int) -> None:
+        self.reading, self.share, self._seen, self._open = reading, share, seen, set[int]()
 
     @property
-    def open(self) -> list[int]:
+    def open(self) -> set[int]:
         """The batches that were handed out and are not finished."""
-        return [step for step in range(self.done, self.reading.steps) if step not in self.beyond]
+        steps = self.reading.steps
+        self._open.update(range(self._seen, steps))
+        self._seen = steps
+        return self._open
 
 
 class Tickets:
     """The tickets of a loader's epoch, from the first one that was asked for.
 
     Attributes:
+        taken: whether one was asked for, ever.
         epoch: of the batches; None before the first one after a load.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self.taken = threading.Lock(), False
         self.clear()
 
     def clear(self) -> None:
@@ -60,37 +64,28 @@ class Tickets:
         """A session was opened. `done`: so many of its batches are finished."""
         if self.epoch != reading.run.epoch:
             self.clear()
-        self.epoch = reading.run.epoch
+        self.taken, self.epoch = True, reading.run.epoch
         self._sessions[reading.run.session] = self.last = _Session(reading, share, done)
 
     def finish(self, ticket: Ticket) -> None:
         """As `Loader.finish`."""
         with self._lock:
-            session, step = self._sessions.get(ticket.session), ticket.step
+            session = self._sessions.get(ticket.session)
             if session is None:
                 raise StateError(f"{ticket} is of another run, or of a place that was left: drop its result")
-            if step >= session.reading.steps:
+            if ticket.step >= session.reading.steps:
                 raise StateError(f"{ticket} is of a batch that was not handed out: finish what loader.ticket gave")
-            if step < session.done or step in session.beyond:
+            if ticket.step not in session.open:
                 raise StateError(f"{ticket} is finished already: finish each ticket once")
-            session.beyond.add(step)
-            while session.done in session.beyond:
-                session.beyond.remove(session.done)
-                session.done += 1
-
-    @property
-    def count(self) -> int:
-        """How many batches are open."""
-        return sum(len(each.open) for each in self._sessions.values())
+            session.open.remove(ticket.step)
 
     @property
     def size(self) -> int:
         """Units in the epoch."""
-        return self.last.share.size + (self.last.reading.run.holes or Holes()).total
+        return self.last.share.size + self.last.reading.run.holes.total
 
     def open(self) -> Holes:
         """The positions of the batches that are open."""
         with self._lock:
-            steps = [(each, each.open) for each in self._sessions.values()]
-        of = [((each.reading.run.holes or Holes()).spans, map(each.share.span, some)) for each, some in steps]
-        return Holes(piece for spans, places in of for place in places for piece in spans(*place))
+            steps = [(each, step) for each in self._sessions.values() for step in each.open]
+        return Holes(piece for each, step in steps for piece in each.reading.run.holes.spans(*each.share.span(step)))

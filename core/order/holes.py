@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import StateCorruptError, StateError
 
-__all__ = ["MOST_HOLES", "Holes", "Omit", "pieces_of"]
+__all__ = ["MOST_HOLES", "NO_HOLES", "Holes", "Omit", "pieces_of"]
 
 MOST_HOLES = 512
 """Intervals in a state, of all epochs and of what is finished together."""
@@ -85,7 +85,7 @@ class Holes:
         return cls(zip(ends[1::2], ends[2::2], strict=True))
 
 
-_NONE = Holes()
+NO_HOLES = Holes()
 
 
 @dataclass(frozen=True)
@@ -94,24 +94,33 @@ class Omit:
 
     Attributes:
         skips: what was skipped, by epoch.
-        epoch, done: what is finished of this epoch beyond the position of its state.
+        done: what is finished beyond the position of a state, by epoch: its own.
     """
 
     skips: Mapping[int, Holes] = field(default_factory=dict)
-    epoch: int = 0
-    done: Holes = _NONE
+    done: Mapping[int, Holes] = field(default_factory=dict)
 
     def of(self, epoch: int) -> Holes:
         """What an epoch leaves out."""
-        skipped, done = self.skips.get(epoch), self.done if epoch == self.epoch else _NONE
-        return done if skipped is None else Holes([*skipped, *done])
+        skipped, done = self.skips.get(epoch, NO_HOLES), self.done.get(epoch)
+        return skipped if done is None else Holes([*skipped, *done])
 
-    def done_of(self, epoch: int) -> Holes:
-        """What is finished of it."""
-        return self.done if epoch == self.epoch else _NONE
+    def with_skip(self, start: int, stop: int, epoch: int, now: int, size: int | None) -> Omit:
+        """The same, less positions [start, stop) of an epoch.
 
-    def with_skip(self, epoch: int, start: int, stop: int) -> Omit:
-        """The same, less positions [start, stop) of an epoch."""
+        Args:
+            start, stop, epoch: what to leave out.
+            now: the first epoch that has not ended.
+            size: positions in an epoch; None if it has no end.
+
+        Raises:
+            ValueError: the range is empty or reversed, beyond the epoch, or in an epoch that has ended.
+        """
+        if not 0 <= start < stop or (size is not None and stop > size):
+            raise ValueError(f"skip({start}, {stop}): give a range of at least one position, within [0, {size}]")
+        if not now <= epoch < 1 << 62:
+            why = "has ended" if epoch < now else "is beyond what a state can name"
+            raise ValueError(f"skip: epoch {epoch} {why}: name epoch {now} or one that follows")
         return replace(self, skips={**self.skips, epoch: Holes([*self.skips.get(epoch, ()), (start, stop)])})
 
     def text(self, epoch: int, position: int = 0) -> str:
@@ -122,10 +131,10 @@ class Omit:
         Raises:
             StateError: there are too many intervals for a state.
         """
-        if not (self.skips or self.done.total):
+        if not (self.skips or self.done):
             return ""
-        place_of = self.skips.get(epoch, Holes()).place_of
-        done = Holes((place_of(max(start, position)), place_of(stop)) for start, stop in self.done_of(epoch))
+        place_of = self.skips.get(epoch, NO_HOLES).place_of
+        done = Holes((place_of(max(start, position)), place_of(stop)) for start, stop in self.done.get(epoch, ()))
         kept = {str(each): holes for each, holes in sorted(self.skips.items()) if each >= epoch}
         parts = {name: holes for name, holes in {"done": done, **kept}.items() if holes}
         text, count = " ".join(f"{name}:{holes.text()}" for name, holes in parts.items()), sum(map(len, parts.values()))
@@ -137,16 +146,17 @@ class Omit:
         return text
 
     @classmethod
-    def parse(cls, text: str, epoch: int) -> Omit:
-        """What a state of an epoch has as text. Raises StateError unless `text` has written it."""
+    def parse(cls, text: str, epoch: int, position: int = 0, size: int | None = None) -> Omit:
+        """What a state at a place has as text. `size`: of the epoch, if known. Raises StateError unless it fits."""
         parts = [_PART.fullmatch(part) for part in text.split()]
         holes = {match[1]: Holes.parse(match[2]) for match in parts if match is not None}
-        places = holes.pop("done", Holes())
+        places = holes.pop("done", NO_HOLES)
         skips = {int(each): kept for each, kept in holes.items()}
-        spans = skips.get(epoch, Holes()).spans
-        omit = cls(skips, epoch, Holes(span for place in places for span in spans(*place)))
-        if omit.text(epoch) != text:
-            raise StateCorruptError(f"omit is damaged ({text!r:.40} is not as midepoch writes it): use another state")
+        spans = skips.get(epoch, NO_HOLES).spans
+        done = Holes(span for place in places for span in spans(*place))
+        omit = cls(skips, {epoch: done} if done else {})
+        if omit.text(epoch, position) != text or (size is not None and max(omit.of(epoch).stops, default=0) > size):
+            raise StateCorruptError(f"omit is damaged ({text!r:.40}, at {position} of {size}): use another state")
         return omit
 
 

@@ -116,8 +116,8 @@ def map_requests(
     places, holes = share.size, run.holes
     seed, epoch, session, left, size = run.seed, run.epoch, run.session, share.steps, places
     batches = _in_a_row
-    if holes is not None:
-        size, batches = places + holes.total, functools.partial(_around, holes, run.skipped or Holes())
+    if holes.total:
+        size, batches = places + holes.total, functools.partial(_around, holes, run.skipped)
     looks = bool(run.looks and places)
     # Several are made in a row: between two batches of a loader with workers, code and data leave the processor's
     # caches, and each line takes ten times as long.
@@ -178,16 +178,12 @@ def _around(
 
 def _listed(order: EpochOrder | MaterializedEpoch, pieces: list[tuple[int, int]]) -> Iterator[Any]:
     """The indices at some positions. One slice costs less than several, so it may have others in between."""
-    rest = iter(pieces)
-    piece = next(rest, None)
-    while piece is not None:
-        near, (first, last) = [piece], piece
-        while (piece := next(rest, None)) is not None and first <= piece[0] and piece[1] - first <= _MOST_AHEAD:
-            near.append(piece)
-            last = max(last, piece[1])
-        row = as_list(order[first:last])
-        for start, stop in near:
-            yield from row[start - first : stop - first]
+    first, row = 0, list[Any]()
+    for start, stop in pieces:
+        if not first <= start < stop <= first + len(row):
+            near = [end for begin, end in pieces if start <= begin and end - start <= _MOST_AHEAD]
+            first, row = start, as_list(order[start : max([stop, *near])])
+        yield from row[start - first : stop - first]
 
 
 def as_list(indices: Any) -> list[Any]:

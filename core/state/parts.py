@@ -14,8 +14,8 @@ from .changed import share_changed
 from .format import State, reseal
 
 __all__ = [
-    "gather", "gather_state", "is_rank_independent", "join_parts", "join_states", "part_of", "parts_in", "seal_detail",
-    "single_part", "unseal_detail", "warn_of_witnesses",
+    "check_skips", "gather", "gather_state", "is_rank_independent", "join_parts", "join_states", "part_of", "parts_in",
+    "seal_detail", "single_part", "unseal_detail", "warn_of_witnesses",
 ]  # fmt: skip
 
 
@@ -158,14 +158,23 @@ def join_states(states: list[State], loader: Any = None) -> State:
             f"the ranks do not stand at the same place (epoch, position, world size): {place}; call midepoch.gather on "
             "every rank after the same batch"
         )
-    if alone := [rank for rank, each in enumerate(states) if each["omit"] != states[0]["omit"]]:
-        raise MidepochError(f"rank {alone[0]} skips other positions than rank 0: call skip() on every rank alike")
+    check_skips("the loader", states)
     united = loader.united(states) if hasattr(loader, "united") else None
     joined = states[0] if united is None else united
     if united is None and any(each["detail"] for each in states):
         of_ranks = [each["detail"] and part_of(each["detail"], rank, len(states)) for rank, each in enumerate(states)]
         joined = reseal({**joined, "detail": join_parts(of_ranks)})
     return share_changed(joined, states)
+
+
+def check_skips(name: str, states: list[State]) -> None:
+    """Raise a MidepochError if a rank's state of the loader `name` leaves out other positions."""
+    for rank, omit in enumerate(each["omit"] for each in states):
+        if omit != states[0]["omit"]:
+            raise MidepochError(
+                f"rank {rank} skips other positions of {name} than rank 0 ({omit!r:.80}, not "
+                f"{states[0]['omit']!r:.80}): call skip() on every rank after the same batch"
+            )
 
 
 # --- the witnesses of all ranks ---------------------------------------------------------------------------------------

@@ -177,23 +177,19 @@ def trace(
     rank: Annotated[int | None, _option("Of this rank only.")] = None,
     sample: Annotated[int | None, _option("The steps and ranks that this index was given to.")] = None,
     loader: Annotated[str | None, _option("Of this loader only, by its name in the snapshot.")] = None,
-    source: Annotated[
-        str | None,
-        _option(
-            "package.module:name or file.py:name of the loader, or of a function that builds it; for --out, and "
-            "for orders that are a sampler's own."
-        ),
-    ] = None,
+    source: Annotated[str | None, _option("package.module:name or file.py:name of the loader, as for check.")] = None,
     out: Annotated[Path | None, _option("With --step and --source: a file to write its batches to, by rank.")] = None,
     as_json: Annotated[bool, _option("Print JSON.", "--json")] = False,
 ) -> None:
     """Show which samples a step of a run was trained on, or which steps were given a sample.
 
-    It is computed from the ledger beside the snapshot. Steps that were taken back count as they were made again.
+    It is computed from the ledger beside the snapshot; a sampler's own order needs --source too. Steps that were taken
+    back count as they were made again.
     Without --step and --sample, the ledger's entries are shown. What --out writes is bit-equal to what the ranks were
     given, random augmentations included: `torch.load(out, weights_only=False)[rank]` is a list of batches.
 
-    Exit status: 0; 1 if the ledger is damaged (what is sound is shown); 2 if it does not say, or cannot be read.
+    Exit status: 0; 1 if the ledger is damaged (what is sound is shown), or no step was given the sample; 2 if it does
+    not say, or cannot be read.
     """
     import json
 
@@ -212,5 +208,7 @@ def trace(
         fail(printable(str(error)))
     for line in [json.dumps(answer, default=repr)] if as_json else map(printable, tracing.as_text(answer)):
         print(line)
+    if sample is not None and not answer["rows"]:
+        fail(f"no step that the ledger knows was given sample {sample}: name another one", DIFFERENT)
     if answer["problems"]:
         raise typer.Exit(DIFFERENT)

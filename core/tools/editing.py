@@ -39,29 +39,21 @@ def skip(path: Path, ranges: Sequence[str], out: Path, name: str | None = None) 
         raise SnapshotError(f"{path} is a folder: name the file in it that has the loader's state")
     content = content_of(path)
     states = {each.name: each for each in find_states(path, content)}
-    chosen = list(states.values()) if name is None else [states[name]] if name in states else []
+    chosen = [each for key, each in states.items() if name in (None, key)]
     if len(chosen) != 1:
         raise SnapshotError(
             f"{path} has {len(states)} states of loaders ({', '.join(states)[:200]}): name one of them with --state"
-            if states
-            else f"{path} has no state of a loader: name a checkpoint that has"
         )
-    (found,) = chosen
-    if found.problem:
-        raise StateError(f"{found.name or path}: {found.problem}")
-    state = found.state
-    omit = Omit.parse(state["omit"], state["epoch"])
+    state = chosen[0].state
+    if problem := chosen[0].problem:
+        raise StateError(f"{chosen[0].name or path}: {problem}")
+    omit, now = Omit.parse(state["omit"], state["epoch"]), state["epoch"]
     for each in ranges:
-        match = _RANGE.fullmatch(each)
-        epoch, start, stop = map(int, match.groups()) if match else (0, 0, 0)
-        if start >= stop:
+        if (match := _RANGE.fullmatch(each)) is None:
             raise ValueError(f"{each!r:.60} is no range of positions: write EPOCH:START..STOP, such as 0:1280..1920")
-        if epoch < state["epoch"]:
-            raise ValueError(f"epoch {epoch} has ended: the state is in epoch {state['epoch']}")
-        if state["size"] is None or stop > state["size"]:
-            raise ValueError(f"{each} lies beyond the epoch: the state's size is {state['size']}")
-        omit = omit.with_skip(epoch, start, stop)
-    state.update(reseal({**state, "omit": omit.text(state["epoch"])}))
+        epoch, start, stop = map(int, match.groups())
+        omit = omit.with_skip(start, stop, epoch, now, state["size"] or 0)
+    state.update(reseal({**state, "omit": omit.text(now)}))
     text = None if is_archive(path) else json.dumps(content).encode()
     with checksums():
         write_new(out, lambda file: torch.save(content, file) if text is None else file.write(text))

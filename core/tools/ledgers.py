@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.files import find, read
-from ..checkpoint.ledger import unseal
+from ..checkpoint.ledger import ledger_of, unseal
 from ..errors import SnapshotError, UnsupportedSourceError
 from ..order import MAXIMUM_SIZE
-from ..order.holes import Holes, Omit, pieces_of
+from ..order.holes import NO_HOLES, Holes, Omit, pieces_of
 from ..world import MicroShare, Share, World
 
-__all__ = ["Ledger", "Stretch", "read_ledger"]
+__all__ = ["Ledger", "Row", "Stretch", "read_ledger"]
+
+Row = dict[str, Any]
 
 
-class Stretch(dict[str, Any]):
-    """What some steps took of one session of a loader: docs/format.md lists the keys."""
+class Stretch(Row):
+    """What some steps in a row took of one session of a loader: docs/format.md lists the keys."""
 
     def __missing__(self, key: str) -> Any:
         raise UnsupportedSourceError(
             f"the samples of {self['loader']} cannot be computed ({self['unknown']}): ask for another loader"
         )
-
-    @functools.cached_property
-    def steps(self) -> range:
-        """The steps, counted from 1."""
-        return range(self["first"], self["last"] + 1, self["every"] or self["last"])
 
     @functools.cached_property
     def omit(self) -> Omit:
@@ -41,11 +39,6 @@ class Stretch(dict[str, Any]):
         """The positions."""
         return self.omit.of(self["epoch"])
 
-    def batches(self, step: int) -> range:
-        """What a step took, by number in the session."""
-        begin = self["batch"] + self.steps.index(step) * self["each"]
-        return range(begin, begin + self["each"])
-
     def share(self, rank: int = 0) -> Share:
         """A rank's batches in the session, in places (`midepoch.order.holes`)."""
         world = World(rank // self["copies"], self["world_size"] // self["copies"])
@@ -54,22 +47,29 @@ class Stretch(dict[str, Any]):
         fields = (size, start, self["batch_size"], world, self["tail"], self["drop_last"])
         return Share(*fields) if self["global_batch"] is None else MicroShare(*fields, self["global_batch"])
 
-    def pieces(self, rank: int, number: int) -> list[tuple[int, int]]:
-        """The positions of a batch of the session, in order, as intervals; empty if the rank has no such batch."""
-        share, skipped = self.share(rank), self.omit.skips.get(self["epoch"], Holes())
-        return pieces_of(*share.span(number), share.size, self.holes, skipped) if 0 <= number < share.steps else []
+    def batches(self, step: int) -> range:
+        """What a step took, by number in the session."""
+        begin = self["batch"] + (step - self["first"]) * self["each"]
+        return range(begin, begin + self["each"])
 
-    def given(self, position: int) -> Iterator[tuple[int, int]]:
-        """The steps and ranks that were given a position."""
+    def batches_at(self, position: int) -> set[int]:
+        """The batches that may have a position, by number in the session. The last may repeat the epoch's first."""
         share = self.share()
         micro, together = getattr(share, "micro_steps", 1), getattr(share, "together", share.global_batch)
         begin = (self.holes.place_of(position) - share.start) // together * micro
-        for number in {*range(begin, begin + micro), share.full_steps}:  # the last may repeat the epoch's first
-            times = (number - self["batch"]) // self["each"]
-            for rank in range(self["world_size"]) if 0 <= times < len(self.steps) else ():
-                for start, stop in self.pieces(rank, number):
-                    if start <= position < stop and self.share(rank).weight(number):
-                        yield self.steps[times], rank
+        return {*range(begin, begin + micro), share.full_steps}
+
+    def rows(self, batches: Iterable[int], rank: int | None = None) -> Iterator[Row]:
+        """Those of these batches that the steps took, on one rank or on all."""
+        skipped = self.omit.skips.get(self["epoch"], NO_HOLES)
+        for each in range(self["world_size"]):
+            share = self.share(each)
+            for number in batches if rank in (None, each) else ():
+                step = self["first"] + (number - self["batch"]) // self["each"]
+                if self["first"] <= step <= self["last"] and number < share.steps and share.weight(number):
+                    pieces = pieces_of(*share.span(number), share.size, self.holes, skipped)
+                    row = {"loader": self["loader"], "step": step, "rank": each, "epoch": self["epoch"]}
+                    yield row | {"positions": pieces}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Ledger:
     """What a ledger says of the run of the snapshot at `path`, saved after `steps`.
 
     Attributes:
-        starts: the steps after which the run was started, as far as is known.
+        starts: the steps after which the run was started, from the first one with a ledger on.
         lines: of steps in a row: the first, the last, and what they took.
         problems: what is damaged or missing.
     """
@@ -85,7 +85,7 @@ class Ledger:
     path: Path
     steps: int
     starts: list[int]
-    lines: list[dict[str, Any]]
+    lines: list[Row]
     problems: list[str]
 
     def at(self, step: int) -> list[Stretch]:
@@ -99,7 +99,7 @@ class Ledger:
             raise ValueError(f"step {step} is not of this run: name one from 1 to {self.steps}")
         for line in self.lines:
             if line["first"] <= step <= line["last"]:
-                return [each for each in line["stretches"] if step in each.steps]
+                return list(line["took"])
         why = "; ".join(self.problems) or f"it begins after step {self.starts[0]}"
         raise SnapshotError(f"the ledger does not say what step {step} was trained on ({why}): name another step")
 
@@ -120,27 +120,26 @@ def read_ledger(path: Path) -> Ledger:
     content = read(newest.path, mapped=True)
     if "ledger" not in content:
         raise SnapshotError(f"{newest.path} has no ledger: it was saved without Snapshot(..., ledger=True)")
-    try:
-        told = unseal(content["ledger"])
-    except ValueError as error:
-        raise SnapshotError(f"{newest.path} is damaged (ledger): restore a copy") from error
-    known, problems = [] if told["open"] is None else [told["open"]], list(newest.damaged)
+    told, problems = ledger_of(content, newest.path), list(newest.damaged)
+    known: list[Row] = told["open"]
     for name, count, _ in told["files"]:
         file = path.parent / Path(told["folder"]).name / Path(name).name
-        try:
-            lines = file.read_bytes().decode(errors="replace").split("\n")[:-1] if count else []
-        except OSError as error:
-            problems.append(f"{file} cannot be read ({error.strerror}): restore it")
-            continue
-        damaged = list[str]()
-        for number in range(count):
+        lines, damaged = list[str](), list[int]()
+        with contextlib.suppress(OSError):
+            lines = file.read_bytes().decode(errors="replace").split("\n")
+        for number in range(1, count + 1):
             try:
-                known.append(unseal(lines[number], f"{name} {number + 1}"))
-            except (IndexError, ValueError) as error:
-                damaged.append(f"line {number + 1} is damaged: {error if number < len(lines) else 'it is missing'}")
+                known.append(unseal("".join(lines[number - 1 : number]), f"{name} {number}"))
+            except ValueError:
+                damaged.append(number)
         if damaged:
-            problems.append(f"{file}, {damaged[0]}; of {count} lines {len(damaged)} are damaged")
-    for line in known:
-        line["stretches"] = [Stretch(each, last=line["last"]) for each in line["stretches"]]
-    known.sort(key=lambda line: line["first"])
-    return Ledger(newest.path, content["steps"], [start for _, _, start in told["files"]], known, problems)
+            problems.append(f"{file}, line {damaged[0]}: {len(damaged)} of its {count} lines are damaged or missing")
+    sessions = {each["session"]: each for each in known if "session" in each}
+    of_steps = [each for each in known if "took" in each and all(session in sessions for session, _, _ in each["took"])]
+    for line in of_steps:
+        line["took"] = [
+            Stretch(sessions[session], first=line["first"], last=line["last"], batch=batch, each=each)
+            for session, batch, each in line["took"]
+        ]
+    of_steps.sort(key=lambda line: line["first"])
+    return Ledger(newest.path, content["steps"], [start for _, _, start in told["files"]], of_steps, problems)

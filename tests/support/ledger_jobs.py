@@ -93,12 +93,12 @@ def told(ledger: Ledger, only: int = 0) -> Seen:
     found: Seen = {}
     for step in (only,) if only else range(1, ledger.steps + 1):
         found[step] = {rank: [] for each in ledger.at(step) for rank in range(each["world_size"])}
-        for row in (row for each in ledger.at(step) for row in taken(each, step, None, None) if row["weight"]):
+        for row in (row for each in ledger.at(step) for row in taken(each, step, None, None)):
             found[step][row["rank"]].append(row["indices"])
     return found
 
 
 def sights(ledger: Ledger, index: int) -> list[tuple[int, int]]:
     """The steps and ranks that a ledger says were given a sample."""
-    stretches = [each for line in ledger.lines for each in line["stretches"]]
-    return [(row["step"], row["rank"]) for each in stretches for row in given(each, index, None)]
+    stretches = [each for line in ledger.lines for each in line["took"]]
+    return [(row["step"], row["rank"]) for each in stretches for row in given(each, index, None, None)]

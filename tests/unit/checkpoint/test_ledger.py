@@ -133,8 +133,9 @@ def test_a_line_for_each_session_and_each_start(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pt"
     seen = three_starts(path)
     ledger = read_ledger(path)
-    assert [line["last"] for line in ledger.lines] == [6, 12, 13, 16, 20], "less what was taken back"
-    assert told(ledger) == seen and len(seen) == 20 and len(lines_of(path)) == 4, "the last one is the snapshot's"
+    assert [line["last"] for line in ledger.lines] == [6, 12, 13, 14, 15, 16, 20], "less what was taken back"
+    assert told(ledger) == seen and len(seen) == 20
+    assert len(lines_of(path)) == 6 + 7, "of steps, the last of which the snapshot has, and of sessions"
     assert read_ledger(tmp_path).path == path, "a folder will do"
     assert ledger.starts == [0, 13, 16]
 
@@ -155,6 +156,11 @@ def test_each_snapshot_names_its_own_lines(tmp_path: Path) -> None:
     assert len(read_ledger(path).starts) == 3 and len(lines_of(path)) > 6
 
 
+def written(path: Path) -> int:
+    """Bytes in a ledger."""
+    return sum(file.stat().st_size for file in ledger_path(path).iterdir())
+
+
 def test_an_epoch_takes_half_a_kilobyte(tmp_path: Path) -> None:
     loader = midepoch.wrap(shuffled(400), seed=1)
     with Snapshot(tmp_path / "snapshot.pt", every=500, data=loader, ledger=True) as snapshot:
@@ -162,7 +168,7 @@ def test_an_epoch_takes_half_a_kilobyte(tmp_path: Path) -> None:
             for _ in loader:
                 snapshot.step()
     assert snapshot.steps == 2000
-    assert sum(file.stat().st_size for file in ledger_path(snapshot.path).iterdir()) < 20 * 512
+    assert written(snapshot.path) < 20 * 512
 
 
 def test_a_kill_between_ledger_and_snapshot_takes_the_steps_back(
@@ -227,24 +233,24 @@ def agrees(path: Path, seen: Seen) -> int:
     return known
 
 
-@pytest.mark.parametrize(("line", "known"), [(0, 14), (1, 14), (2, 19), (3, 17)])
+@pytest.mark.parametrize(("line", "known"), [(0, 14), (1, 14), (2, 14), (4, 14), (5, 19), (7, 19), (10, 19), (12, 16)])
 def test_damage_is_told_with_its_line_and_the_rest_is_used(line: int, known: int, tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pt"
     seen, files = three_starts(path), lines_of(tmp_path / "snapshot.pt")
     file = files[line]
     number, lines = line - files.index(file), file.read_bytes().splitlines(keepends=True)
-    for damaged in (lines[number].replace(b'"first":', b'"first":1', 1), b"\xff\n", b"[]\n", b"\n"):
+    for damaged in (lines[number].replace(b":", b":1", 1), b"\xff\n", b"[]\n", b"\n"):
         file.write_bytes(b"".join([*lines[:number], damaged, *lines[number + 1 :]]))
         (problem,) = read_ledger(path).problems
-        assert f"{file}, line {number + 1} is damaged: it has another CRC" in problem
+        assert problem == f"{file}, line {number + 1}: 1 of its {len(lines)} lines are damaged or missing"
         assert agrees(path, seen) == known
     # Two lines in a row, another line in its place, the next one slid into it, and all from this one on.
     for rest in ([b"\n", b"\n", *lines[number + 2 :]], [lines[number - 1], *lines[number + 1 :]] * (number > 0),
                  lines[number + 1 :], []):  # fmt: skip
         file.write_bytes(b"".join([*lines[:number], *rest]))
-        assert f"line {number + 1} is damaged" in read_ledger(path).problems[0]
+        assert f"line {number + 1}: " in read_ledger(path).problems[0]
         assert agrees(path, seen) <= known
-    assert "it is missing" in read_ledger(path).problems[0]
+    assert f": {len(lines) - number} of its {len(lines)} lines" in read_ledger(path).problems[0]
 
 
 @pytest.mark.parametrize("kept", [0, 1])
@@ -258,9 +264,9 @@ def test_a_run_goes_on_where_its_ledger_has_lost_lines(kept: int, tmp_path: Path
     for _ in range(6):
         job.step()
         job.snapshot.save()
-    assert all(f"{file} cannot be read" in "".join(read_ledger(path).problems) for file in files[kept:])
-    assert agrees(path, seen) == (22 if kept else 10)
-    with pytest.raises(SnapshotError, match=r"does not say what step 15 .*cannot be read"):
+    assert all(f"{file}, line 1: " in "".join(read_ledger(path).problems) for file in files[kept:])
+    assert agrees(path, seen) == (18 if kept else 6)
+    with pytest.raises(SnapshotError, match=r"does not say what step 15 .*lines are damaged or missing"):
         read_ledger(path).at(15)
 
 
@@ -268,8 +274,8 @@ def test_another_runs_ledger_is_told(tmp_path: Path) -> None:
     seen = {run: three_starts(tmp_path / run / "snapshot.pt") for run in "ab"}
     shutil.rmtree(tmp_path / "a" / "snapshot.pt.ledger")
     shutil.copytree(tmp_path / "b" / "snapshot.pt.ledger", tmp_path / "a" / "snapshot.pt.ledger")
-    assert "cannot be read" in read_ledger(tmp_path / "a").problems[0]
-    assert agrees(tmp_path / "a" / "snapshot.pt", seen["a"]) == 4, "which its own snapshot says"
+    assert "missing" in read_ledger(tmp_path / "a").problems[0]
+    assert agrees(tmp_path / "a" / "snapshot.pt", seen["a"]) == 0
 
 
 def test_a_file_of_another_run_in_its_place_is_damaged(tmp_path: Path) -> None:
@@ -278,7 +284,7 @@ def test_a_file_of_another_run_in_its_place_is_damaged(tmp_path: Path) -> None:
     for mine, other in zip(files["a"], files["b"], strict=True):
         shutil.copyfile(other, mine)
     assert len(read_ledger(tmp_path / "a").problems) == len(files["a"])
-    assert agrees(tmp_path / "a" / "snapshot.pt", seen["a"]) == 4
+    assert agrees(tmp_path / "a" / "snapshot.pt", seen["a"]) == 0
 
 
 @pytest.mark.parametrize("fails", ["fsync of the file", "fsync of the folder"])
@@ -306,7 +312,7 @@ def test_epochs_of_one_step_each_are_written_down(tmp_path: Path) -> None:
         job.step()
     job.snapshot.save()
     assert agrees(job.snapshot.path, seen) == 200
-    assert [line["last"] for line in read_ledger(job.snapshot.path).lines] == [64, 128, 192, 200]
+    assert written(job.snapshot.path) < 200 * 512
 
 
 def test_a_snapshot_that_says_nonsense_of_its_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,10 +394,10 @@ def takes_turns(snapshot: Snapshot, one: Any, two: Any) -> None:
         (accumulates(4), "one", [4, 2], [0] * 2, 2),
         (accumulates(8), ["one", "two"], [6], [0], 1),
         (validates, "one", [1] * 18, [0] * 18, 3),
-        (validates, ["two", "one"], [1] * 18, [0, 0, 0, 6, *[0] * 5, 2, *[0] * 5, 6, 0, 0], 3),
+        (validates, ["two", "one"], [1] * 18, [0, 0, 0, 6, *[0] * 5, 2, *[0] * 5, 6, 0, 0], 9),
         (reads_both, ["one", "two"], [1] * 12, [0] * 6 + [1] * 6, 2),
-        (looks_at_one, ["one", "two"], [1] * 6, [1] * 6, 1),
-        (takes_turns, ["one", "two"], [1, 0] * 12, [0, 1] * 12, 2),
+        (looks_at_one, ["one", "two"], [1] * 6, [1] * 6, 6),
+        (takes_turns, ["one", "two"], [1, 0] * 12, [0, 1] * 12, 24),
     ],
 )  # fmt: skip
 def test_a_step_was_trained_on_the_loaders_that_are_named(
@@ -400,9 +406,11 @@ def test_a_step_was_trained_on_the_loaders_that_are_named(
     loaders = {name: midepoch.wrap(shuffled(), seed=1) for name in ("one", "two")}
     assert trained(tmp_path / "snapshot.pt", body, names, **loaders) == {"one": one, "two": two}
     assert len(read_ledger(tmp_path).lines) == lines
+    sessions = {each["session"] for line in read_ledger(tmp_path).lines for each in line["took"]}
+    assert written(tmp_path / "snapshot.pt") < 400 * len(sessions) + 80 * lines
 
 
-@pytest.mark.parametrize("names", [True, "three", ["one", "three"]])
+@pytest.mark.parametrize("names", [True, "three", ["one", "three"], 1, None, [["one"]], ""])
 def test_which_of_several_loaders_has_to_be_said(names: Any, tmp_path: Path) -> None:
     loaders = {name: midepoch.wrap(shuffled(), seed=1) for name in ("one", "two")}
     with pytest.raises(ValueError, match=r"ledger=.* does not say which loaders .one, two. .*ledger=.'one'"):

@@ -104,7 +104,7 @@ def test_what_was_taken_before_the_first_ticket_is_finished() -> None:
 
 def test_an_epoch_is_left_when_all_is_finished() -> None:
     loader, this, tickets = begun(3)
-    with pytest.raises(MidepochError, match="3 of its batches are not finished"):
+    with pytest.raises(MidepochError, match="epoch 0 cannot be left: the batch at position 0 is not finished"):
         next(iter(loader))
     assert (loader.epoch, loader.position) == (0, 6), "a pass that is broken off keeps its epoch"
     for batch in this:
@@ -113,7 +113,7 @@ def test_an_epoch_is_left_when_all_is_finished() -> None:
     for ticket in tickets[1:]:
         loader.finish(ticket)
     for leave in (lambda: next(iter(loader)), loader.peek, lambda: loader.set_epoch(2)):
-        with pytest.raises(MidepochError, match="epoch 0 cannot be left: 1 of its batches is not finished"):
+        with pytest.raises(MidepochError, match="epoch 0 cannot be left: the batch at position 0 is not finished"):
             leave()
     assert [numbers(batch) for batch in resumed(loader.state_dict())] == [[0, 1]]
     loader.finish(tickets[0])

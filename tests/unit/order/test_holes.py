@@ -38,12 +38,12 @@ def test_places_are_the_positions_that_are_left(parts: list[Interval], first: in
     assert holes.total == 1000 - len(left)
     if parts:
         assert list(Holes.parse(holes.text())) == list(holes)
-        omit = Omit.parse(Omit({3: holes}, 2, holes).text(2), 2)
-        assert list(omit.skips[3]) == list(omit.done) == list(holes)
+        omit = Omit.parse(Omit({3: holes}, {2: holes}).text(2), 2)
+        assert list(omit.skips[3]) == list(omit.done[2]) == list(holes)
         beyond = [p for p in flat(list(holes)) if p not in range(10, 50)]
-        omit = Omit({3: Holes([(10, 50)])}, 3, holes)
-        assert flat(list(Omit.parse(omit.text(3), 3).done)) == beyond
-        assert flat(list(Omit.parse(omit.text(3, 100), 3).done)) == [p for p in beyond if p >= 100]
+        omit = Omit({3: Holes([(10, 50)])}, {3: holes})
+        assert flat(list(Omit.parse(omit.text(3), 3).done.get(3, ()))) == beyond
+        assert flat(list(Omit.parse(omit.text(3, 100), 3).done.get(3, ()))) == [p for p in beyond if p >= 100]
 
 
 EVENTS = ["next"] * 6 + ["skip", "skip later", "resume", "resume"]
@@ -244,7 +244,7 @@ def test_bad_ranges_are_refused(arguments: Any, error: type[Exception]) -> None:
     loader = wrapped(20, 2)
     list(loader)
     state = loader.state_dict()
-    with pytest.raises(error, match=r"skip|must be an int"):
+    with pytest.raises(error, match="skip"):
         loader.skip(*arguments)
     assert (loader.state_dict(), loader.skipped) == (state, {})
 
