@@ -95,12 +95,18 @@ class GlobalGenerators:
 
         return start
 
-    def moved(self) -> frozenset[str]:
-        """Which have moved since they were taken over, or since this was last asked."""
-        engine = self._torch.get_state()
-        python = self._python_words(), self._python.gauss_next
-        before, self._at = self._at, (python, self._numpy_words(), self._bytes_at(engine.data_ptr()).raw)
-        return _NONE if self._at == before else frozenset(itertools.compress(NAMES, map(operator.ne, self._at, before)))
+    def moved(self, besides: frozenset[str] = _NONE) -> frozenset[str]:
+        """Which have moved since they were taken over, or since this was last asked; some are not looked at."""
+        python, numpy, torch = before = self._at
+        if "python" not in besides:
+            python = self._python_words(), self._python.gauss_next
+        if "numpy" not in besides:
+            numpy = self._numpy_words()
+        if "torch" not in besides:
+            engine = self._torch.get_state()
+            torch = self._bytes_at(engine.data_ptr()).raw
+        after = self._at = python, numpy, torch
+        return _NONE if after == before else frozenset(itertools.compress(NAMES, map(operator.ne, after, before)))
 
     def take_over(self, seeded: Collection[str]) -> None:
         """Save the caller's states, and put numpy's and torch's generator at rest that will not be `seeded`."""
@@ -117,16 +123,18 @@ class GlobalGenerators:
         self._torch.set_state(self._rest)
         self._at = python, self._numpy_words(), self._torch_rest
 
-    def restore(self) -> None:
-        """Put the caller's states back."""
+    def restore(self, besides: frozenset[str] = _NONE) -> frozenset[str]:
+        """Put the caller's states back. Returns what has moved, as `moved` does."""
+        moved = _NONE if besides.issuperset(NAMES) else self.moved(besides)
         numpy, pair, engine = self._saved
         self._set_numpy(numpy)
         if pair["has_gauss"]:
             _apart(self._numpy, self._no_engine, self._numpy.set_state, pair)
         self._torch.set_state(engine)
-        if (self._python_words(), self._python.gauss_next) != self._python_at:
+        if "python" in besides or self._at[0] != self._python_at:
             _, words, self._python.gauss_next = self._python_saved
             self._set_python(words)
+        return moved
 
 
 # A Mersenne Twister's index returns to the same value after 624 words, but by then all words of its state are new.

@@ -266,8 +266,8 @@ class Streams:
         """
         missed = _NONE
         while True:
-            is_first = self._used is None
-            start = self._enter(_ALL if self._used is None else self._used, notes or is_first or bool(missed))
+            known = self._used
+            start = self._enter(_ALL if known is None else known, notes or known is None or bool(missed))
             try:
                 batch = call(start)
             except BaseException as error:
@@ -275,14 +275,14 @@ class Streams:
                 if missed and isinstance(error, Exception):  # perhaps of numbers that were not seeded
                     continue
                 raise
-            before, used = missed, self._leave()
-            missed = used - self.seeds
-            if before and not before & used:
+            used = self._leave()
+            if missed and not missed & used:
                 warn(
                     "code of the source drew random numbers for a batch when it was first read, and none when it was "
                     "read again: it caches random numbers, which will differ after a resume; use "
                     "midepoch.sample_generator(), or draw new numbers for every sample"
                 )
+            missed = used - self.seeds
             if missed or (self.first and self.made_late()):
                 continue
             if not notes:  # a sample that is looked at is no batch
@@ -325,7 +325,6 @@ class Streams:
 
     def drawn_by(self, call: Callable[[], object]) -> bool:
         """Whether `call` draws, from global generators or the source's own. Use it between `begin` and `end`."""
-
         self._globals.moved()  # before
         before = [pickle.dumps(each.save()) for each in self._owned or ()]
         call()
@@ -364,16 +363,15 @@ class Streams:
             self._start = starts[0] if alone else functools.partial(_start_all, starts) if starts else None
         turn = _turns[os.getpid()]
         if self._turn is None or not turn._is_owned():  # else an interrupt has left it there, in this very thread
-            self._turn = turn if turn.acquire(timeout=_SECONDS_TO_WAIT) else None
+            self._turn = turn if turn.acquire(False) or turn.acquire(True, _SECONDS_TO_WAIT) else None
         self._globals.take_over(seeds)
         self._saved = [each.save() for each in self._owned] if self._owned else ()
         return self._start_noting if notes else self._start
 
     def _leave(self) -> frozenset[str]:
-        """Restore the caller's generators. Returns what the batch has used, as far as that was looked at."""
-        lent, devices, noted = self._globals, self._devices, self._noted
-        used = _NONE if noted is None and self.seeds is _ALL else lent.moved() | self.asked
-        lent.restore()
+        """Restore the caller's generators. Returns what was used: all of it if noted, else what was not seeded."""
+        devices, noted = self._devices, self._noted
+        used = self._globals.restore(self.seeds if noted is None else _NONE) | self.asked
         if self._saved:
             for each, state in zip(self._owned or (), self._saved, strict=False):
                 each.restore(state)
