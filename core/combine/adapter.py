@@ -55,10 +55,10 @@ class CombinedAdapter(Adapter):
                     f"part {part.name} has global_batch={together}, and a combination counts single batches: "
                     "wrap it without, and accumulate over the combination's batches"
                 )
-            if not (part.adapter.facts.remembers or part.context.options.remember):
+            if not part.adapter.facts.remembers:
                 raise UnsupportedSourceError(
-                    f"part {part.name} keeps its own state, and a combination asks for those before its last batches. "
-                    "Wrap it with remember=1, or with as many as in_flight may be: midepoch.wrap(source, remember=1)"
+                    f"part {part.name} keeps its own state, and a combination has to know where each part was some "
+                    "batches ago: mix with what its package has for that, or wrap a torch DataLoader of its data"
                 )
             if part.context.omit.text(part.loader.epoch):
                 raise UnsupportedSourceError(f"part {part.name} skips, and a combination cannot: wrap it anew")
@@ -108,10 +108,7 @@ class CombinedAdapter(Adapter):
             lefts = [part.length(base) for part, base in zip(self.members, bases, strict=True)]
         else:
             ended = [standings.has_ended(number) for number in range(len(self.members))]
-            lefts = [
-                part.length(state["epoch"] + 1) if standings.leaving >> number & 1 else part.left_at(state)
-                for number, (part, state) in enumerate(zip(self.members, standings.states, strict=True))
-            ]
+            lefts = [part.left_at(state) for part, state in zip(self.members, standings.states, strict=True)]
         left = self._steps_left(lefts, ended, seed, epoch, position)
         return None if left is None else Share(position + left, position, 1, World(), "pad", False)
 
@@ -187,16 +184,8 @@ class CombinedAdapter(Adapter):
 
     def upcoming(self, epoch: int) -> str:
         """The detail at the beginning of an epoch. Parts in the middle of an epoch begin their next one."""
-        states = [self._moved_on(part, part.state()) for part in self.members]
-        return Standings.beginning(epoch, states).as_text()
-
-    def _moved_on(self, part: Part, state: State, epoch: int | None = None) -> State:
-        """A part's state at the beginning of an epoch, by default the next one if this one has begun."""
-        if epoch is None:
-            epoch = state["epoch"] + (state["position"] > 0)
-        if part.reads_on and epoch == state["epoch"] + 1:
-            return state
-        return part.state_at(state, epoch)
+        saved = [(part, part.state()) for part in self.members]
+        return Standings.beginning(epoch, [part.state_at(each, _next_epoch(each)) for part, each in saved]).as_text()
 
     def check_detail(self, detail: str, seed: int, epoch: int, position: int, world: World) -> None:
         """Check that it is complete and of this place, and that each part accepts its own state."""
@@ -214,11 +203,11 @@ class CombinedAdapter(Adapter):
         if not here.detail and there == here[:2]:
             return self.upcoming(epoch)
         standings = Standings.read(here.detail or self.upcoming(here.epoch), len(self.members))
-        of_parts: list[int | None] = [*standings.bases] if epoch == here.epoch else [epoch] * len(self.members)
-        if epoch == here.epoch + 1:
-            of_parts = [None] * len(self.members)
-        states = list(map(self._moved_on, self.members, standings.states, of_parts))
-        return Standings.beginning(epoch, states).as_text()
+        bases = [*standings.bases] if epoch == here.epoch else [epoch] * len(self.members)
+        if epoch == here.epoch + 1:  # parts in the middle of an epoch leave it
+            bases = [*map(_next_epoch, standings.states)]
+        of_parts = zip(self.members, standings.states, bases, strict=True)
+        return Standings.beginning(epoch, [part.state_at(state, base) for part, state, base in of_parts]).as_text()
 
     # --- sessions ---
 
@@ -236,3 +225,8 @@ class CombinedAdapter(Adapter):
         """Close the parts."""
         for part in self.members:
             part.loader.close()
+
+
+def _next_epoch(state: State) -> int:
+    """The epoch that a part at `state` begins next: this one, if nothing of it was handed out."""
+    return int(state["epoch"] + (state["position"] > 0))

@@ -17,17 +17,12 @@ class Standings(NamedTuple):
     at: tuple[int, int]  # the combination's own (epoch, position)
     bases: list[int]  # the parts' epochs when the combination's epoch began
     ended: int  # bits of the parts that are known to have ended since
-    # Bits of the parts that begin their next epoch when they are next read, and not sooner, because only reading
-    # advances their source.
-    leaving: int
     states: list[State]  # the parts' own
 
     @classmethod
     def beginning(cls, epoch: int, states: list[State]) -> Standings:
-        """Those at the beginning of an epoch. Parts in the middle of an epoch leave it."""
-        within = [state["position"] > 0 for state in states]
-        bases = [state["epoch"] + inside for state, inside in zip(states, within, strict=True)]
-        return cls((epoch, 0), bases, 0, sum(inside << number for number, inside in enumerate(within)), states)
+        """Those at the beginning of an epoch, of which each part is at the beginning of one of its own."""
+        return cls((epoch, 0), [state["epoch"] for state in states], 0, states)
 
     def has_ended(self, number: int) -> bool:
         """Whether a part has ended in the combination's epoch."""
@@ -36,7 +31,7 @@ class Standings(NamedTuple):
     def as_text(self) -> str:
         """The text that `read` takes."""
         values = [[state[name] for name in FIELDS] for state in self.states]
-        return json.dumps([*self.at, self.bases, self.ended, self.leaving, values], separators=(",", ":"))
+        return json.dumps([*self.at, self.bases, self.ended, values], separators=(",", ":"))
 
     @classmethod
     def read(cls, detail: str, parts: int) -> Standings:
@@ -46,11 +41,11 @@ class Standings(NamedTuple):
             StateCorruptError: it is something else, or is of another number of parts.
         """
         try:
-            epoch, position, bases, ended, leaving, values = json.loads(detail)
+            epoch, position, bases, ended, values = json.loads(detail)
             states = [dict(zip(FIELDS, each, strict=True)) for each in values]
-            numbers = [*bases, ended, leaving]
+            numbers = [*bases, ended]
         except (ValueError, TypeError, RecursionError) as error:
             raise StateCorruptError(f"the parts' states cannot be read ({error}): use an undamaged state") from error
         if not len(bases) == len(states) == parts or not all(type(each) is int and each >= 0 for each in numbers):
             raise StateCorruptError(f"the state has {len(states)} parts instead of {parts}: use an undamaged state")
-        return cls((epoch, position), bases, ended, leaving, states)
+        return cls((epoch, position), bases, ended, states)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, NoReturn
 from ..errors import SourceError
 from ..loader.adapter import Run, Session
 from ..loader.part import Part
-from ..state.format import State
 from .draws import DRAWN_TOGETHER, Draws, Until
 from .standings import Standings
 
@@ -20,8 +19,7 @@ class _Bookmark(NamedTuple):
 
     step: int
     taken: tuple[int, ...]  # batches ever taken of each part
-    ended: int  # bits, as the next, of `Standings`
-    leaving: int
+    ended: int  # bits, as of `Standings`
 
 
 class _Mixture(Session):
@@ -36,18 +34,14 @@ class _Mixture(Session):
         self._parts, self._cycles, self._upcoming = parts, cycles, upcoming
         self._epoch, self._step = run.epoch, run.position
         self._bases, self._noted = standings.bases, standings.ended  # bits of parts that were seen to end
-        self._leaving: dict[int, State] = {}  # of parts that begin their next epoch when they are next read
         self._began: dict[int, int] = {}  # the epochs in which parts have begun again
-        for number, (part, state) in enumerate(zip(parts, standings.states, strict=True)):
+        for part, state in zip(parts, standings.states, strict=True):
             part.go_to(state)
-            if standings.leaving >> number & 1:
-                self._leaving[number] = state
         self._ended = [self._has_ended(number, part) for number, part in enumerate(parts)]
 
     def left(self, number: int) -> int | None:
         """Batches left in a part's epoch; None if unknown."""
-        part = self._parts[number]
-        return part.length(part.next_epoch) if number in self._leaving else part.progress.steps_left()
+        return self._parts[number].progress.steps_left()
 
     def _has_ended(self, number: int, part: Part) -> bool:
         """Whether a part has ended in this epoch, or has nothing left."""
@@ -62,61 +56,43 @@ class _Mixture(Session):
         self._noted |= 1 << number
 
     def begin_again(self, number: int) -> None:
-        """Let a part that has ended begin its next epoch when it is next read.
-
-        Deferred, because the epoch may end first, or a state of an earlier batch may be requested.
-        """
+        """Let a part that has ended begin its next epoch."""
         part = self._parts[number]
         following = part.next_epoch
         if self._began.get(number) == following == part.loader.epoch or part.length(following) == 0:
             raise SourceError(
                 f"part {part.name} has no batches, so it cannot start again: leave it out, or give it data"
             )
-        if part.loader.position:
-            self._leaving[number] = part.state()
-        else:
-            part.begin_epoch()
+        part.begin_epoch()
         self._began[number] = following
 
     def advance_of(self, number: int, over: bool) -> Callable[[], Any]:
         """A function that returns a part's next batch, or raises StopIteration. `over`: the part has ended once."""
-        part, leaving = self._parts[number], self._leaving
-        prepare: Callable[[], Any] = part.begin_epoch
-        if number not in leaving:
-            at_end = not (over or part.pending or part.progress.has_session) and part.loader.position > 0
-            if not at_end or part.progress.steps_left() is not None:
-                return part.following()
-            # A loaded state may be at the end of an epoch of unknown length. The loader alone would continue.
-            prepare = part.loader.peek
+        part = self._parts[number]
+        at_end = not (over or part.pending or part.progress.has_session) and part.loader.position > 0
+        if not at_end or part.progress.steps_left() is not None:
+            return part.following()
+        # A loaded state may be at the end of an epoch of unknown length. The loader alone would continue.
         begun: Callable[[], Any] | None = None
 
         def advance() -> Any:
             nonlocal begun
             if begun is not None:
                 return begun()
-            prepare()
-            first = part.following()
-            batch = first()
-            leaving.pop(number, None)
-            begun = first
-            return batch
+            part.loader.peek()
+            begun = part.following()
+            return begun()
 
         return advance
 
     def bookmark(self) -> _Bookmark:
         """Where the parts stand."""
-        leaving = sum(1 << number for number in self._leaving) if self._leaving else 0
-        return _Bookmark(self._step, tuple([part.taken for part in self._parts]), self._noted, leaving)
+        return _Bookmark(self._step, tuple([part.taken for part in self._parts]), self._noted)
 
     def detail(self, bookmark: _Bookmark) -> str:
         """The parts' states at the bookmark. Raises StateError if a part does not know it any more."""
-        states = []
-        for number, (part, taken) in enumerate(zip(self._parts, bookmark.taken, strict=True)):
-            since = part.taken - taken
-            kept = None if since else self._leaving.get(number)
-            states.append(part.state(since) if kept is None else kept)
-        at = (self._epoch, bookmark.step)
-        return Standings(at, self._bases, bookmark.ended, bookmark.leaving, states).as_text()
+        states = [part.state(part.taken - taken) for part, taken in zip(self._parts, bookmark.taken, strict=True)]
+        return Standings((self._epoch, bookmark.step), self._bases, bookmark.ended, states).as_text()
 
     def next_epoch_detail(self) -> str:
         """The parts at the beginning of the next epoch."""

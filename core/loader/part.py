@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,11 +27,6 @@ class Part:
         self.adapter: Adapter = self.context.adapter
         self.pending: list[Any] = []  # at most one batch, read but not handed out because another part failed
         self._pass: Iterator[Any] = iter(loader)
-
-    @property
-    def reads_on(self) -> bool:
-        """Whether only reading leads its source to the next epoch."""
-        return not self.adapter.facts.remembers
 
     @property
     def options(self) -> dict[str, Any]:
@@ -136,7 +130,7 @@ class Part:
     def go_to(self, state: State) -> None:
         """Make the batch that follows `state` the next one."""
         loader = self.loader
-        if loader.position and (state["epoch"], state["position"]) == (loader.epoch + 1, 0) and not self.reads_on:
+        if loader.position and (state["epoch"], state["position"]) == (loader.epoch + 1, 0):
             self.pending.clear()
             self.progress.end_epoch()  # unlike a load, it keeps the history of batches in flight
         if self._is_at(state):
@@ -152,9 +146,6 @@ class Part:
     def begin_epoch(self) -> None:
         """Make an epoch's first batch the next one: that of the next epoch if this one has begun."""
         if self.loader.position:
-            if self.reads_on and not self.progress.has_session:
-                with contextlib.suppress(StopIteration):
-                    self.loader.peek()
             self.progress.end_epoch()
         self._new_pass()
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import midepoch
-from support.law_sources import BATCH, SEED, Carried, Samples, identify, log_read, sample
+from support.law_sources import BATCH, SEED, Samples, identify, log_read, map_left_alone, sample
 
 SHORT, LONG, FAR = 12, 21, 1000
 
@@ -46,10 +46,7 @@ def weighted(
     return midepoch.combine(parts, "weighted", seed=seed, weights={"short": 1, "long": 3})
 
 
-def of_own_states(rank: int = 0, world_size: int = 1, size: int = 6) -> Any:
-    world = midepoch.World(rank, world_size)
-    parts = {
-        "short": midepoch.wrap(Carried(size, rank, world_size), world=world, remember=1),
-        "long": midepoch.wrap(Carried(size, rank, world_size), world=world, remember=1),
-    }
+def left_alone(rank: int = 0, world_size: int = 1, size: int = SHORT) -> Any:
+    """Parts whose states each rank knows alone: samplers that divide their data themselves."""
+    parts = {name: map_left_alone(rank, world_size, size=size, seed=seed) for name, seed in (("short", 1), ("long", 2))}
     return midepoch.combine(parts, "min_size")

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
 from midepoch import MidepochError, SourceError, StateMismatchError, combine, wrap
 from midepoch.loader.loader import Loader
 from midepoch.testing import ResumableTests
 from support import combine_sources, sources
-from support.law_sources import Carried
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 
@@ -43,35 +43,6 @@ def of_unknown(mode: Any, **options: Any) -> Loader:
     return combine([wrap(unknown(3), seed=1), noisy(9, 2), wrap(unknown(5), seed=3)], mode, seed=4, **options)
 
 
-class Restarting:
-    """Keeps a state of its own; each pass is a new epoch, but for the first after a load."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.epoch, self.next, self.loaded = size, 0, 0, False
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.next and not self.loaded:
-            self.epoch, self.next = self.epoch + 1, 0
-        self.loaded = False
-        while self.next < self.size:
-            self.next += 1
-            yield self.epoch, self.next - 1
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "next": self.next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.next, self.loaded = state["epoch"], state["next"], state["next"] < self.size
-
-
-def of_own_state(mode: Any, **options: Any) -> Loader:
-    parts = wrap(Restarting(3), remember=1), noisy(9, 2), wrap(Restarting(5), remember=1)
-    return combine(parts, mode, seed=4, **options)
-
-
 def nested(mode: Any, **options: Any) -> Loader:
     return combine([two("max_size_cycle"), noisy(10, 5), two("weighted")], mode, seed=6, **options)
 
@@ -87,7 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "steps": {"mode": "weighted", "steps": 7},
 }
 KINDS: dict[str, Callable[..., Loader]] = {
-    "two": two, "unknown lengths": of_unknown, "own states": of_own_state, "nested": nested,
+    "two": two, "unknown lengths": of_unknown, "nested": nested,
 }  # fmt: skip
 EPOCHS = 3
 
@@ -305,19 +276,15 @@ class Breaking(sources.Indices):
         return index, random.random()
 
 
-@pytest.mark.parametrize(("at", "other", "first"), [
-    (0, "remembers", False), (2, "own state", True), (2, "remembers", True), (5, "own state", False),
-])  # fmt: skip
-def test_a_part_that_fails_leaves_nothing_half_consumed(at: int, other: str, first: bool) -> None:
+@pytest.mark.parametrize(("at", "first"), [(0, False), (2, True), (5, False)])
+def test_a_part_that_fails_leaves_nothing_half_consumed(at: int, first: bool) -> None:
     def make(broken: bool) -> tuple[Loader, Breaking, Breaking]:
         failing, steady = Breaking(6, at), Breaking(6, -1)
         failing.broken = broken
         parts = [
             wrap(DataLoader(failing, 1, collate_fn=list), seed=1),
-            wrap(DataLoader(steady, 1, collate_fn=list), seed=2, verify="off")
-            if other == "remembers"
-            else wrap(Carried(6, 0, 1), remember=1),
-            wrap(Carried(6, 0, 1), remember=1),
+            wrap(DataLoader(steady, 1, collate_fn=list), seed=2, verify="off"),
+            wrap(unknown(6)),
         ]
         return combine(parts if first else parts[::-1], "min_size"), failing, steady
 
@@ -336,8 +303,7 @@ def test_a_part_that_fails_leaves_nothing_half_consumed(at: int, other: str, fir
     failing.broken = False
     got += [sources.plain(batch) for batch in batches]
     assert got == whole
-    if other == "remembers":
-        assert steady.reads == 6, "what was received before the failure is handed out, not read again"
+    assert steady.reads == 6, "what was received before the failure is handed out, not read again"
 
 
 @pytest.mark.parametrize("options", [{"mode": "max_size_cycle"}, {"mode": "weighted", "steps": 9}])
@@ -411,9 +377,10 @@ def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
 
 
 def test_a_part_with_its_own_state_is_refused_with_the_cure() -> None:
-    with pytest.raises(midepoch.UnsupportedSourceError, match=r"part 1 keeps its own state.*source, remember=1\)"):
-        combine([wrap([1, 2]), wrap(Carried(2, 0, 1))])
-    assert sources.taken(combine([wrap([1, 2]), wrap(Carried(2, 0, 1), remember=1)])) == [[1, [[0, 0]]], [2, [[1, 0]]]]
+    own = StatefulDataLoader(range(4), batch_size=2)
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"part 1 keeps its own state.*wrap a torch DataLoader"):
+        combine([wrap([1, 2]), wrap(own, remember=1)])
+    assert sources.taken(combine([wrap([1]), wrap(DataLoader(range(4), batch_size=2))])) == [[1, [0, 1]]]
 
 
 def test_capabilities_are_those_of_all_parts() -> None:
@@ -421,13 +388,12 @@ def test_capabilities_are_those_of_all_parts() -> None:
     assert all(each for name, each in vars(told).items() if name != "skips")
     mixed = of_unknown("min_size").capabilities
     assert not mixed.constant_time_resume and "part 0" in mixed.constant_time_resume.reason
-    own = of_own_state("min_size")
+    own = combine_sources.left_alone()
     assert not own.capabilities.elastic_world and not own.capabilities.rank_independent
     next(iter(own))
-    state = own.state_dict()
-    elsewhere = combine(own.source, "min_size", seed=4, world=midepoch.World(0, 2))
+    elsewhere = combine_sources.left_alone(0, 2)
     with pytest.raises(StateMismatchError, match="world size"):
-        elsewhere.load_state_dict(state)
+        elsewhere.load_state_dict(own.state_dict())
 
 
 # --- the laws ---
@@ -449,8 +415,8 @@ def test_draws_by_weight_go_on_in_other_worlds() -> None:
 # in processes: parts whose states each rank knows alone.
 
 
-class TestOwnStates(ResumableTests):
-    make_loader = staticmethod(combine_sources.of_own_states)
+class TestLeftAlone(ResumableTests):
+    make_loader = staticmethod(combine_sources.left_alone)
     identify: ClassVar[Any] = staticmethod(combine_sources.identify_short)
     tail = "drop"
     parts = 2

@@ -257,7 +257,7 @@ def test_parts_of_a_combination() -> None:
         parts = {
             "a": midepoch.wrap(sources.noisy_loader(), seed=1, then=drawing),
             "b": midepoch.wrap(list(range(4)), seed=1, then=drawing),
-            "own": midepoch.wrap(sources.Counter(5), seed=2, then=drawing, remember=1),
+            "stream": midepoch.wrap(sources.numbers, seed=2, then=drawing),
         }
         return midepoch.combine(parts, mode="max_size_cycle")
 
