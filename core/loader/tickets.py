@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import StateError
 from ..order.holes import Holes
@@ -54,6 +54,9 @@ class Tickets:
     def __init__(self) -> None:
         self._lock, self.taken = threading.Lock(), False
         self.clear()
+
+    def __reduce__(self) -> Any:
+        return Tickets, ()  # another process has handed out none
 
     def clear(self) -> None:
         """The loader goes elsewhere: no ticket is open."""

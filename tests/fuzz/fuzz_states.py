@@ -160,10 +160,10 @@ def nested() -> Any:
     return midepoch.combine({"inner": mixed("max_size_cycle"), "other": noisy(9)}, "weighted", seed=5)
 
 
-def mixed_own_states() -> Any:
+def mixed_left_alone() -> Any:
     from support import combine_sources
 
-    return combine_sources.of_own_states()
+    return combine_sources.left_alone()
 
 
 def of_own_state(name: str) -> Any:
@@ -237,7 +237,7 @@ TARGETS: dict[str, Target] = {
     "grain": Target(lambda: of_own_state("Grain DataLoader"), whole, relatives=(carried,), seeks=False),
     "combined weighted": Target(mixed, whole, relatives=(nested,), seeks=False),
     "combined zipped": Target(lambda: mixed("max_size_cycle"), whole, relatives=(mixed,), seeks=False),
-    "combined of own states": Target(mixed_own_states, whole, relatives=(carried, mixed), seeks=False),
+    "combined left alone": Target(mixed_left_alone, whole, relatives=(carried, mixed), seeks=False),
     "webdataset": Target(lambda: webdataset("indexed"), relatives=(lambda: webdataset("indexed", size=14),)),
     "webdataset counted": Target(webdataset_counted, relatives=(lambda: webdataset("indexed"),)),
     "webdataset-streams": Target(

@@ -380,7 +380,7 @@ def test_a_part_with_its_own_state_is_refused_with_the_cure() -> None:
     own = StatefulDataLoader(range(4), batch_size=2)
     with pytest.raises(midepoch.UnsupportedSourceError, match=r"part 1 keeps its own state.*wrap a torch DataLoader"):
         combine([wrap([1, 2]), wrap(own, remember=1)])
-    assert sources.taken(combine([wrap([1]), wrap(DataLoader(range(4), batch_size=2))])) == [[1, [0, 1]]]
+    assert sources.taken(combine([wrap([1]), wrap(DataLoader(sources.Indices(4), batch_size=2))])) == [[1, [0, 1]]]
 
 
 def test_capabilities_are_those_of_all_parts() -> None:
