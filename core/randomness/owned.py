@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..order.keys import TORCH_KEYS, mix
+from ..order.keys import TORCH_KEYS, extend_key, mix
 
 __all__ = ["LONGEST_CONTAINER", "MOST_OBJECTS", "OwnedGenerator", "find_generators", "global_generators"]
 
@@ -52,10 +52,9 @@ class OwnedGenerator:
 
     path: str  # that leads to it
     generator: Any  # itself; for numpy's the bit generator, which several Generators may share
-    salt: int  # a hash of the path, which makes its stream differ from others'
     save: Callable[[], Any]
     restore: Callable[[Any], Any]
-    start: Callable[[int], Any]
+    start: Callable[[int], Any]  # given a sample's key; a hash of the path makes its stream differ from others'
 
 
 def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
@@ -89,8 +88,14 @@ def find_generators(*roots: object) -> tuple[list[OwnedGenerator], list[str]]:
                 continue
             path = _unique(path, paths)
             paths.add(path)
-            found.append(OwnedGenerator(path, value, zlib.crc32(path.encode()), *controls))
+            save, restore, seed = controls
+            start = functools.partial(_start, seed, zlib.crc32(path.encode()))
+            found.append(OwnedGenerator(path, value, save, restore, start))
     return found, hopeless
+
+
+def _start(seed: Callable[[int], Any], salt: int, key: int) -> None:
+    seed(extend_key(key, salt))
 
 
 def _unique(path: str, taken: set[str]) -> str:
@@ -172,6 +177,8 @@ def _tops(definitions: tuple[Any, ...], tops: dict[int, Any]) -> Iterator[tuple[
     """What a class, the bases that follow it, and their modules hold; of a function, what its module holds."""
     for each in definitions if id(definitions[0]) not in tops else ():
         name, is_new = each.__module__ or "", id(each) not in tops
+        # The program's own module has another name in each process.
+        prefix = "" if name in ("", "__main__", "__mp_main__") else f"{name}."
         tops[id(each)] = each
         if not is_new or name.partition(".")[0] in _LIBRARIES:
             continue
@@ -181,18 +188,13 @@ def _tops(definitions: tuple[Any, ...], tops: dict[int, Any]) -> Iterator[tuple[
             elif issubclass(type(member), property):
                 member = member.fget
             if issubclass(type(member), _GENERATORS) or (type(member) is types.FunctionType and member.__closure__):
-                yield f" -> {_prefix(name)}{each.__qualname__}.{attribute}", member
+                yield f" -> {prefix}{each.__qualname__}.{attribute}", member
         module = sys.modules.get(name)
         if module is not None and id(module) not in tops:
             tops[id(module)] = module
             for attribute, member in list(vars(module).items()):
                 if issubclass(type(member), _GENERATORS):
-                    yield f" -> {_prefix(name)}{attribute}", member
-
-
-def _prefix(module: str | None) -> str:
-    """The prefix for what a module holds. Empty for the program itself, whose name differs between processes."""
-    return f"{module}." if module not in (None, "__main__", "__mp_main__") else ""
+                    yield f" -> {prefix}{attribute}", member
 
 
 def global_generators() -> tuple[Any, ...]:

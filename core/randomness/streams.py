@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from ..errors import MidepochError, warn
-from ..order.keys import extend_key
 from .devices import DeviceGenerators
 from .globals import NAMES, GlobalGenerators
 from .owned import OwnedGenerator, find_generators
@@ -176,9 +175,9 @@ class Streams:
 
         `rest` is the key of generators that are not used in this pass.
         """
-        before, self._owned = self._owned or [], self._search(*more)
+        new = self._look(*more)
         if self._batches is not None:  # else what has come since may be of a list that was made before the first pass
-            self._warn_of_later(_new_in(self._owned, before))
+            self._warn_of_later(new)
         self.first, self._batches = True, 0
         if rest != self._rest_key:
             self._rest_key = rest
@@ -190,9 +189,8 @@ class Streams:
         Generators that the source creates while it is read are not seeded in that pass, so they are not in later ones.
         One that it makes anew where another has been is.
         """
-        before, found = self._owned, self._search()
-        new = [] if before is None else _new_in(found, before)
-        self._owned = [each for each in found if each not in new]
+        new = self._look()
+        self._owned = [each for each in self._owned or () if each not in new]
 
     def made_late(self, *more: object) -> str:
         """What the first batch of the pass did to draw from generators that were not seeded; empty if nothing.
@@ -203,20 +201,18 @@ class Streams:
         if not self.first:
             return ""
         self.first = False
-        before, late = self._owned or [], self._search(*more)
-        if late:
-            late = _new_in(late, before, remade=True)
-        self._owned = [*before, *late]  # known ones keep their path for this pass, even if samples have moved them
-        if late:
+        if late := self._look(*more, adds=True, remade=True):
             return f"made a random generator ({', '.join(each.path for each in late)})"
         return "first drew on a device" if self._devices is not None and self._devices.late else ""
 
-    def _look_again(self) -> None:
-        """Look for generators that samples have made since the last look."""
-        before = self._owned or []
-        later = _new_in(self._search(), before)
-        self._owned = [*before, *later]
-        self._warn_of_later(later)
+    def warn_if_late(self, *more: object) -> None:
+        """Call this in place of `made_late` if a batch cannot be read again."""
+        if late := self.made_late(*more):
+            warn(
+                f"your code {late} for a batch that is read once; its numbers will differ after a resume: make "
+                "generators in __init__, use a device before the loader is iterated, or use "
+                "midepoch.sample_generator()"
+            )
 
     def _warn_of_later(self, later: list[OwnedGenerator]) -> None:
         """Warn of generators that were made after a pass's first batch: those before cannot be read again."""
@@ -229,18 +225,16 @@ class Streams:
                 "midepoch.sample_generator()"
             )
 
-    def warn_if_late(self, *more: object) -> None:
-        """Call this in place of `made_late` if a batch cannot be read again."""
-        if late := self.made_late(*more):
-            warn(
-                f"your code {late} for a batch that is read once; its numbers will differ after a resume: make "
-                "generators in __init__, use a device before the loader is iterated, or use "
-                "midepoch.sample_generator()"
-            )
+    def _look(self, *more: object, adds: bool = False, remade: bool = False) -> list[OwnedGenerator]:
+        """Look for generators. Returns those that are new; none at the first look.
 
-    def _search(self, *more: object) -> list[OwnedGenerator]:
+        Args:
+            more: objects to search, too.
+            adds: those that are known stay, by their paths, even if samples have moved them.
+            remade: what is made anew at a known path is new. If not, its maker has seeded it.
+        """
         self._start_is_known = False
-        found, hopeless = find_generators(*self._roots, *more)
+        before, (found, hopeless) = self._owned, find_generators(*self._roots, *more)
         for path in hopeless:
             if path not in self._warned:
                 self._warned.add(path)
@@ -248,7 +242,13 @@ class Streams:
                     f"{path} cannot be seeded, so its random numbers will differ after a resume: use a generator that "
                     "can be seeded, or midepoch.sample_generator()",
                 )
-        return found
+        new: list[OwnedGenerator] = []
+        if found and before is not None:
+            known = {id(each.generator) for each in before}
+            paths = set() if remade else {each.path for each in before}
+            new = [each for each in found if id(each.generator) not in known and each.path not in paths]
+        self._owned = [*before, *new] if adds and before is not None else found
+        return new
 
     @property
     def drawn(self) -> bool:
@@ -288,7 +288,7 @@ class Streams:
             if not notes:  # a sample that is looked at is no batch
                 self._batches = (self._batches or 0) + 1
                 if self._batches in _LOOKED_AFTER:
-                    self._look_again()
+                    self._warn_of_later(self._look(adds=True))
             return batch
 
     def drew(self) -> bool:
@@ -306,7 +306,7 @@ class Streams:
         `notes`: `drawn` is to tell of what is read.
         """
         if self._owned is None:
-            self._owned = self._search()
+            self._look()
         return cast(Start, self._enter(_ALL, notes and not self.drawn))
 
     def end(self, *error: object) -> None:
@@ -358,7 +358,7 @@ class Streams:
             if devices is not None and devices.held:
                 starts.append(devices.seed)
             if self._owned:
-                starts += [functools.partial(_start_owned, each) for each in self._owned]
+                starts += [each.start for each in self._owned]
             alone = len(starts) == 1 and "sample" not in seeds
             self._start = starts[0] if alone else functools.partial(_start_all, starts) if starts else None
         turn = _turns[os.getpid()]
@@ -393,22 +393,8 @@ class Streams:
         return functools.partial(Streams, devices=self._devices is not None), self._roots
 
 
-def _new_in(
-    found: list[OwnedGenerator], before: list[OwnedGenerator], remade: bool = False
-) -> list[OwnedGenerator]:
-    """Those that are not known. What is made anew at a known path counts if `remade`; else its maker has seeded it."""
-    known: set[Any] = {id(each.generator) for each in before}
-    if not remade:
-        known.update(each.path for each in before)
-    return [each for each in found if not {id(each.generator), each.path} & known]
-
-
 def _start_all(starts: list[Start], key: int) -> None:
     if (streams := _current.streams) is not None:
         streams.key, streams.generator = key, None
     for start in starts:
         start(key)
-
-
-def _start_owned(generator: OwnedGenerator, key: int) -> None:
-    generator.start(extend_key(key, generator.salt))
