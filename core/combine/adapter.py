@@ -102,10 +102,7 @@ class CombinedAdapter(Adapter):
         standings = Standings.read(detail or self.upcoming(epoch), len(self.members))
         if position == 0:
             ended = [False] * len(self.members)
-            bases = standings.bases
-            if standings.at[0] != epoch:  # parts in the middle of an epoch will leave it
-                bases = [part.next_epoch for part in self.members]
-            lefts = [part.length(base) for part, base in zip(self.members, bases, strict=True)]
+            lefts = [part.length(base) for part, base in zip(self.members, standings.bases, strict=True)]
         else:
             ended = [standings.has_ended(number) for number in range(len(self.members))]
             lefts = [part.left_at(state) for part, state in zip(self.members, standings.states, strict=True)]

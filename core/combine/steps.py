@@ -58,7 +58,7 @@ class _Mixture(Session):
     def begin_again(self, number: int) -> None:
         """Let a part that has ended begin its next epoch."""
         part = self._parts[number]
-        following = part.next_epoch
+        following = part.loader.epoch + (part.loader.position > 0)
         if self._began.get(number) == following == part.loader.epoch or part.length(following) == 0:
             raise SourceError(
                 f"part {part.name} has no batches, so it cannot start again: leave it out, or give it data"

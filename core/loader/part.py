@@ -81,11 +81,6 @@ class Part:
 
     # --- where it stands ---
 
-    @property
-    def next_epoch(self) -> int:
-        """The epoch that a new pass begins: this one, if nothing of it was handed out."""
-        return self.loader.epoch + (self.loader.position > 0)
-
     def state(self, in_flight: int = 0) -> State:
         """As `Loader.state_dict`; a pending batch counts as not handed out."""
         return self.loader.state_dict(in_flight + len(self.pending))

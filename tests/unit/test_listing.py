@@ -307,6 +307,28 @@ def test_what_a_loop_sets_between_passes_is_followed(name: str) -> None:
         assert shown(resumed) == expected[1:]
 
 
+class Remembering(Sampler[int]):
+    """Each pass begins one index later."""
+
+    def __init__(self) -> None:
+        self.first = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.first += 1
+        return iter(range(self.first, 6))
+
+
+def test_one_that_remembers_is_asked_again_only_if_it_was_set() -> None:
+    sampler = Remembering()
+    loader = midepoch.wrap(DataLoader(sources.Indices(6), batch_size=6, sampler=sampler))
+    whole = shown(loader)
+    loader.seek(epoch=0)
+    assert shown(loader) == whole
+    sampler.first = 2
+    loader.seek(epoch=0)
+    assert shown(loader) == [whole[0][2:]]
+
+
 @pytest.mark.parametrize("name", [name for name in SET_BY_LOOPS if "in place" not in name])  # which nobody sees
 def test_what_a_loop_sets_within_a_pass_is_refused(name: str) -> None:
     make, change = SET_BY_LOOPS[name]

@@ -98,6 +98,12 @@ def test_a_dataset_that_has_the_two_methods_itself(tmp_path: Path) -> None:
     batches = iter(samples)
     assert [next(batches) for _ in range(4)] == [0, 1, 2, 3]
     Snapshot(tmp_path / "snapshot.pt", signals=(), data=samples).save(in_flight=1)
+    try:
+        raise KeyError
+    except KeyError:  # the whole run is in this clause, and nothing is on its way out
+        snapshot = Snapshot(tmp_path / "other.pt", signals=(), data=samples)
+        with pytest.raises(SnapshotError, match="in_flight=99"):
+            snapshot.save(in_flight=99)
     other = Samples()
     Snapshot(tmp_path / "snapshot.pt", signals=(), data=other).load()
     assert list(other) == [3, 4, 5, 6, 7, 8]

@@ -256,6 +256,14 @@ def test_behind_a_load_the_dataset_is_read_as_it_is(before: str, leads: str) -> 
     loader.close()
 
 
+def test_a_rollback_to_a_committed_end_gives_nothing_again() -> None:
+    loader = midepoch.wrap([[1], [2]], world=World())
+    each = begun(loader, 2, commits=True)
+    loader.rollback()
+    assert list(each) == []
+    assert list(loader) == [[1], [2]] and loader.epoch == 2
+
+
 @pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 def test_a_rollback_begins_workers_streams_again() -> None:
     source = DataLoader(sources.Stream(16, by_worker=True), batch_size=2, num_workers=2)

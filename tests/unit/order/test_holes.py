@@ -251,10 +251,12 @@ def test_bad_ranges_are_refused(arguments: Any, error: type[Exception]) -> None:
 
 def test_within_a_global_batch_it_is_refused() -> None:
     loader, _ = loader_at(1, global_batch=6)
+    reading = loader._progress.reading
     with pytest.raises(MidepochError, match="within a global batch"):
         loader.skip(10, 12)
     loader.skip(10, 12, epoch=1)
     assert loader.skipped == {1: [(10, 12)]}
+    assert loader._progress.reading is reading, "nothing of this epoch is divided anew"
 
 
 def test_more_holes_than_a_state_holds_are_refused() -> None:

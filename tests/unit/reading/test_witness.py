@@ -323,6 +323,10 @@ def test_what_no_decoder_computes_makes_it_another_sample(kind: str) -> None:
     assert compared(one, copy.deepcopy(one)) == "the same" and compared(one, other) == expected
 
 
+def test_a_checksum_sees_both_ends_of_what_is_long() -> None:
+    assert checksum_of([*range(100)]) != checksum_of([*range(99), 0])
+
+
 def agree_on(device: str) -> None:
     """Fail unless a device's tensors are seen as those of the CPU are, and told apart."""
     for each in (torch.arange(9.0), torch.arange(9.0).bfloat16(), torch.arange(6).reshape(2, 3)):
