@@ -78,8 +78,7 @@ def joined(
     for name in offers[0].loaders:
         loader, of_all = loader_of(parts[name]), [offer.loaders[name] for offer in offers]
         places = [(each["epoch"], each["position"]) for each in of_all]
-        tickets = any(each["detail"].startswith("{") for each in of_all)
-        if tickets or not is_rank_independent(loader):
+        if not is_rank_independent(loader) or any(each["detail"].startswith("{") for each in of_all):  # of tickets
             states[name] = join_states(of_all, loader) if len(offers) > 1 else of_all[0]
         elif len(set(places)) > 1:
             other = next(rank for rank, place in enumerate(places) if place != places[0])

@@ -8,10 +8,8 @@ snapshot, and steps that are taken back, are lines of no snapshot.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
-import random
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -26,14 +24,7 @@ from ..loader.reading import Reading
 from ..order.holes import Omit
 from .files import sync_folder
 
-__all__ = ["Ledger", "described", "ledger_of", "ledger_path", "seal", "trained_loaders", "unseal"]
-
-_NO_LEDGER: dict[str, list[Any]] = {"files": [], "open": []}
-
-
-def ledger_path(snapshot: Path) -> Path:
-    """The folder of the ledger of a snapshot's run."""
-    return snapshot.with_name(f"{snapshot.name}.ledger")
+__all__ = ["Ledger", "described", "ledger_of", "seal", "trained_loaders", "unseal"]
 
 
 def seal(values: Mapping[str, Any], place: str = "") -> str:
@@ -54,9 +45,9 @@ def unseal(line: object, place: str = "") -> dict[str, Any]:
 
 
 def ledger_of(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """What the snapshot at `path` says of its run's ledger. Raises SnapshotError if that is damaged."""
+    """What the snapshot at `path` says of its run's ledger, if it has one. Raises SnapshotError if that is damaged."""
     try:
-        return unseal(content["ledger"]) if "ledger" in content else dict(_NO_LEDGER)
+        return unseal(content["ledger"]) if "ledger" in content else {}
     except ValueError as error:
         raise SnapshotError(f"{path} is damaged (ledger): restore a copy") from error
 
@@ -103,14 +94,14 @@ class Ledger:
     """
 
     def __init__(self, snapshot: Path, names: Iterable[str]) -> None:
-        self._folder, self._names = ledger_path(snapshot), list(names)
+        self._folder, self._names = snapshot.with_name(f"{snapshot.name}.ledger"), list(names)
         self._warned: set[str] = set()
-        self.begin(_NO_LEDGER, 0)
+        self.begin({}, 0)
 
     def begin(self, told: Mapping[str, Any], step: int) -> None:
         """The run was started after a step. `told`: `ledger_of` the snapshot that was loaded."""
-        self._files = [*told["files"], [f"{random.SystemRandom().getrandbits(64):016x}", 0, step]]
-        self._pending: list[dict[str, Any]] = [*told["open"]]  # lines to write
+        self._files = [*told.get("files", ()), [os.urandom(8).hex(), 0, step]]
+        self._pending: list[dict[str, Any]] = [*told.get("open", ())]  # lines to write
         self._bytes = 0  # of this start's file
         self._sessions: set[int | str] = set()  # those that have a line
         # By loader: the session of the last batch that a step was trained on, and how many of its batches steps were.
@@ -121,10 +112,9 @@ class Ledger:
     def look(self, loaders: Mapping[str, Loader], step: int, in_flight: int, body: Body | None) -> None:
         """See what a step took that was just counted. `in_flight`: as `Snapshot.step` has it."""
         took = []
-        for name in self._names:
-            if name in loaders and loaders[name]._progress.history:
-                ahead = in_flight if body is None or not in_flight else body.in_flight_of(name, in_flight)
-                took += self._taken(name, loaders[name], ahead)
+        for name in (each for each in self._names if each in loaders):
+            ahead = in_flight if body is None or not in_flight else body.in_flight_of(name, in_flight)
+            took += self._taken(name, loaders[name], ahead)
         if took == self._next:
             self._open[0]["last"] = step
         else:
@@ -138,7 +128,7 @@ class Ledger:
         Those that a load or a seek has given up are in no history.
         """
         history, (mark, before) = loader._progress.history, self._marks.get(name, (None, 0))
-        flying = Counter(reading for reading, _, _ in itertools.islice(reversed(history), in_flight))
+        flying = Counter(history[-back][0] for back in range(1, min(in_flight, len(history)) + 1))
         readings: dict[Reading, None] = {}  # the latest first
         for reading, _, _ in reversed(history):
             readings[reading] = None
@@ -157,15 +147,11 @@ class Ledger:
         session = f"lost of {name}" if lost else reading.run.session
         if session not in self._sessions:
             self._sessions.add(session)
-            why = {"unknown": "a step took more batches than are remembered"}
-            said = why if lost else described(loader, reading)
+            said = {"unknown": "a step took more batches than are remembered"} if lost else described(loader, reading)
             self._pending.append({"loader": name, **said, "session": session})
             if "unknown" in said and name not in self._warned and not reading.run.world.rank:
                 self._warned.add(name)
-                warn(
-                    f"the ledger does not say which samples {name} gives, because {said['unknown']}; trace will say so "
-                    "too"
-                )
+                warn(f"the ledger does not say which samples {name} gives, nor can trace: {said['unknown']}")
         return session
 
     def write(self) -> str:

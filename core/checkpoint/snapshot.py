@@ -469,7 +469,7 @@ class Snapshot:
         self._owes_a_save = False
         if self._ledger is not None:
             self._ledger.begin(content["ledger"], self.steps)
-        elif content["ledger"]["files"] and not ranks.rank:
+        elif content["ledger"] and not ranks.rank:
             warn(f"the ledger of {self.path} ends here: pass ledger=True to midepoch.Snapshot to go on with it")
         self._unfollowed.begin({})
         self._file.take_over(found)

@@ -85,10 +85,7 @@ class RunContext:
                 "process (num_replicas=1, rank=0), and let midepoch shard"
             )
         if self.tickets.taken:
-            raise UnsupportedSourceError(
-                "reshard() with tickets, of which each rank knows only its own: save midepoch.gather(loader), and load "
-                "it on all ranks of the new world"
-            )
+            raise UnsupportedSourceError("reshard() with tickets: load midepoch.gather(loader) on all new ranks")
         for part, _ in adapter.parts():
             part.check_reshard(world)
         adapter.size(self.seed(world), epoch, world)  # some sources are made for one world

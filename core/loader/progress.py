@@ -291,31 +291,27 @@ class Progress:
         if not self.history:
             raise MidepochError("no batch was handed out since the start or the last load: take one, then its ticket")
         reading, context = self.history[-1][0], self.context
-        run = reading.run
         if not context.tickets.taken:
             if self.reading is not reading:
                 self.suspend()  # a look at the next epoch's first batch, which has no ticket yet
-            context.tickets.begin(reading, context.adapter.share_of(run), reading.steps - 1)
-        return Ticket(run.session, run.epoch, run.world.rank, reading.steps - 1)
+            context.tickets.begin(reading, context.adapter.share_of(reading.run), reading.steps - 1)
+        return Ticket(reading.run.session, reading.run.epoch, reading.run.world.rank, reading.steps - 1)
 
     def check_left(self, epoch: int) -> None:
         """Raise a MidepochError if the loader would go on to an epoch, and tickets of the one before are open."""
         tickets = self.context.tickets
         if tickets.epoch not in (None, epoch) and (still := tickets.open()):
-            raise MidepochError(
-                f"epoch {tickets.epoch} cannot be left: the batch at position {still.starts[0]} is not finished; "
-                "finish all, or load midepoch.gather(loader), after which the rest is given again"
-            )
+            what = f"epoch {tickets.epoch} cannot be left: the batch at position {still.starts[0]} is not finished"
+            raise MidepochError(f"{what}; finish all, or load midepoch.gather(loader), which gives the rest again")
 
     def _state_of(self, tickets: Tickets) -> State:
         """The state where batches are finished one by one: in a larger world, this rank's part of it."""
         reading, still = tickets.last.reading, tickets.open()
-        epoch, world = reading.run.epoch, reading.run.world
-        if world.world_size == 1:
+        if reading.run.world.world_size == 1:
             return self.state_at(*self.frontier([still]))
         taken = tickets.size if self._is_past(tickets) else self.position
-        state = self.state_at(Place(epoch, taken, reading.session.detail(None)))
-        return reseal({**state, "detail": single_part(world.rank, encode(still.text()))})
+        state = self.state_at(Place(reading.run.epoch, taken, reading.session.detail(None)))
+        return reseal({**state, "detail": single_part(reading.run.world.rank, encode(still.text()))})
 
     def _is_past(self, tickets: Tickets) -> bool:
         """Whether all batches of their epoch were handed out."""

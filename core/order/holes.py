@@ -118,9 +118,8 @@ class Omit:
         """
         if not 0 <= start < stop or (size is not None and stop > size):
             raise ValueError(f"skip({start}, {stop}): give a range of at least one position, within [0, {size}]")
-        if not now <= epoch < 1 << 62:
-            why = "has ended" if epoch < now else "is beyond what a state can name"
-            raise ValueError(f"skip: epoch {epoch} {why}: name epoch {now} or one that follows")
+        if not now <= epoch < 1 << 62:  # a state has no room for others
+            raise ValueError(f"skip: epoch {epoch} has ended, or is never reached: name epoch {now} or a later one")
         return replace(self, skips={**self.skips, epoch: Holes([*self.skips.get(epoch, ()), (start, stop)])})
 
     def text(self, epoch: int, position: int = 0) -> str:

@@ -169,12 +169,10 @@ def join_states(states: list[State], loader: Any = None) -> State:
 
 def check_skips(name: str, states: list[State]) -> None:
     """Raise a MidepochError if a rank's state of the loader `name` leaves out other positions."""
-    for rank, omit in enumerate(each["omit"] for each in states):
-        if omit != states[0]["omit"]:
-            raise MidepochError(
-                f"rank {rank} skips other positions of {name} than rank 0 ({omit!r:.80}, not "
-                f"{states[0]['omit']!r:.80}): call skip() on every rank after the same batch"
-            )
+    alone = [f"rank {rank}" for rank, each in enumerate(states) if each["omit"] != states[0]["omit"]]
+    if alone:
+        told = f"{alone[0]} skips other positions of {name} than rank 0"
+        raise MidepochError(f"{told}: call skip() on every rank after the same batch")
 
 
 # --- the witnesses of all ranks ---------------------------------------------------------------------------------------

@@ -156,9 +156,7 @@ def inspect(
         fail("--skip and the file to write belong together: midepoch inspect --skip EPOCH:START..STOP CHECKPOINT OUT")
     try:
         if out is not None and skip:
-            from .editing import skip as write_copy
-
-            write_copy(path, skip, out, state)
+            inspection.skip(path, skip, out, state)
         contents = inspection.look(out or path)
     except (MidepochError, ValueError, OSError) as error:
         damaged = isinstance(error, inspection.DamagedError)
@@ -198,10 +196,8 @@ def trace(
     from .shown import printable
     from .targets import TargetError
 
-    if step is not None and sample is not None:
-        fail("--step and --sample are two questions: ask one of them")
-    if out is not None and (step is None or source is None):
-        fail("--out writes the batches of a step: it needs --step and --source")
+    if None not in (step, sample) or (out is not None and None in (step, source)):
+        fail("--step and --sample are two questions: ask one of them; --out needs --step and --source")
     try:
         answer = tracing.trace(path, step, rank, sample, loader, source, out)
     except (MidepochError, TargetError, TypeError, ValueError, OSError) as error:

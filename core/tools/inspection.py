@@ -1,4 +1,4 @@
-"""What is in a checkpoint: the states of loaders. Nothing in a file is run or followed.
+"""What is in a checkpoint: the states of loaders; and a copy in which one leaves out more. No file is run or followed.
 
 It reads files of torch.save (a `Snapshot`, a trainer's checkpoint, and all that ``weights_only=True`` loads), folders
 of such files, and JSON.
@@ -10,21 +10,25 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import stat
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..checkpoint.files import damage_in
+from ..checkpoint.files import checksums, damage_in
 from ..errors import SnapshotError, StateError
-from ..state.format import State, check
+from ..order.holes import Omit
+from ..state.format import State, check, reseal
+from .command import write_new
 
-__all__ = ["Contents", "DamagedError", "FoundState", "content_of", "find_states", "is_archive", "look"]
+__all__ = ["Contents", "DamagedError", "FoundState", "find_states", "look", "skip"]
 
+_RANGE = re.compile(r"(\d{1,18}):(\d{1,18})\.\.(\d{1,18})")
 _LARGEST_TEXT = 16 << 20  # bytes of JSON, or of one state; once parsed it takes a hundred times that at worst
 _LARGEST_PICKLE = 256 << 20  # bytes of a checkpoint's pickle, which refers to its tensors
 _MOST_CONTAINERS = 500_000  # to search; containers that refer to each other can make the number of paths explode
@@ -211,3 +215,44 @@ def find_states(file: Path, content: Any) -> Iterator[FoundState]:
         above.discard(id(value))
 
     return search((), content)
+
+
+# --- a copy that leaves out more --------------------------------------------------------------------------------------
+
+
+def skip(path: Path, ranges: Sequence[str], out: Path, name: str | None = None) -> None:
+    """Write a copy of a checkpoint, in which a loader leaves out ranges of positions, as after `Loader.skip`.
+
+    Args:
+        path: a file of torch.save, or JSON.
+        ranges: each as ``EPOCH:START..STOP``, START included, STOP not.
+        out: a file that does not exist yet.
+        name: of the state, as `look` tells it; None if there is one.
+
+    Raises:
+        ValueError: a range is none, lies in an epoch that has ended, or beyond its epoch.
+        StateError: the state is damaged, or would have too many ranges.
+        SnapshotError: the checkpoint cannot be read, has no such state, or the copy cannot be written.
+    """
+    if path.is_dir():
+        raise SnapshotError(f"{path} is a folder: name the file in it that has the loader's state")
+    content = content_of(path)
+    states = {each.name: each for each in find_states(path, content)}
+    chosen = [each for key, each in states.items() if name in (None, key)]
+    if len(chosen) != 1:
+        raise SnapshotError(
+            f"{path} has {len(states)} states of loaders ({', '.join(states)[:200]}): name one of them with --state"
+        )
+    state = chosen[0].state
+    if problem := chosen[0].problem:
+        raise StateError(f"{chosen[0].name or path}: {problem}")
+    omit, now = Omit.parse(state["omit"], state["epoch"]), state["epoch"]
+    for each in ranges:
+        if (match := _RANGE.fullmatch(each)) is None:
+            raise ValueError(f"{each!r:.60} is no range of positions: write EPOCH:START..STOP, such as 0:1280..1920")
+        epoch, start, stop = map(int, match.groups())
+        omit = omit.with_skip(start, stop, epoch, now, state["size"] or 0)
+    state.update(reseal({**state, "omit": omit.text(now)}))
+    text = None if is_archive(path) else json.dumps(content).encode()
+    with checksums():
+        write_new(out, lambda file: torch.save(content, file) if text is None else file.write(text))

@@ -25,14 +25,12 @@ class Stretch(Row):
     """What some steps in a row took of one session of a loader: docs/format.md lists the keys."""
 
     def __missing__(self, key: str) -> Any:
-        raise UnsupportedSourceError(
-            f"the samples of {self['loader']} cannot be computed ({self['unknown']}): ask for another loader"
-        )
+        raise UnsupportedSourceError(f"{self['loader']} cannot be traced ({self['unknown']}): ask for another --loader")
 
     @functools.cached_property
     def omit(self) -> Omit:
         """What its epoch leaves out."""
-        return Omit.parse(self["omit"], self["epoch"])
+        return Omit.parse(self["omit"], self["epoch"]) if self["omit"] else Omit()
 
     @functools.cached_property
     def holes(self) -> Holes:
@@ -137,9 +135,7 @@ def read_ledger(path: Path) -> Ledger:
     sessions = {each["session"]: each for each in known if "session" in each}
     of_steps = [each for each in known if "took" in each and all(session in sessions for session, _, _ in each["took"])]
     for line in of_steps:
-        line["took"] = [
-            Stretch(sessions[session], first=line["first"], last=line["last"], batch=batch, each=each)
-            for session, batch, each in line["took"]
-        ]
+        took = line.pop("took")
+        line["took"] = [Stretch(sessions[session] | line, batch=batch, each=each) for session, batch, each in took]
     of_steps.sort(key=lambda line: line["first"])
     return Ledger(newest.path, content["steps"], [start for _, _, start in told["files"]], of_steps, problems)

@@ -68,8 +68,9 @@ def taken(stretch: Stretch, step: int, rank: int | None, source: Source | None) 
     """The batches that a step took of a session, by rank."""
     if rank is not None and not 0 <= rank < stretch["world_size"]:
         raise ValueError(f"rank {rank} did not take part in step {step}: name one below {stretch['world_size']}")
+    order = _order(stretch, source)
     for row in stretch.rows(stretch.batches(step), rank):
-        order, pieces = _order(stretch, source), [slice(*piece) for piece in row["positions"]]
+        pieces = [slice(*piece) for piece in row["positions"]]
         if isinstance(order, list):
             indices = [index for piece in pieces for indices in order[piece] for index in indices]
         else:
@@ -80,14 +81,13 @@ def taken(stretch: Stretch, step: int, rank: int | None, source: Source | None) 
 
 def given(stretch: Stretch, index: int, rank: int | None, source: Source | None) -> Iterator[Row]:
     """The steps and ranks that were given a sample."""
-    order = _order(stretch, source)
+    order, size, at = _order(stretch, source), stretch["size"], stretch["position"]
     if isinstance(order, list):
-        positions = [at for at, indices in enumerate(order) if index in indices]
+        positions = [number for number, indices in enumerate(order) if index in indices]
     else:
-        share, last = stretch.share(), stretch.batches(stretch["last"]).stop
-        ends = (share.start + number * share.global_batch for number in (stretch["batch"], last))
-        reach = map(stretch.holes.position_of, ends) if stretch["size"] is None else (0, stretch["size"])
-        positions = list(positions_of(order, stretch["seed"], stretch["epoch"], index, *reach))
+        taken = stretch["batch_size"] * stretch["world_size"] * stretch.batches(stretch["last"]).stop  # at most
+        start, stop = (at, at + taken + stretch.holes.total) if size is None else (0, size)
+        positions = list(positions_of(order, stretch["seed"], stretch["epoch"], index, start, stop))
     for position in positions:
         for row in stretch.rows(stretch.batches_at(position), rank):
             pieces = row.pop("positions")
@@ -100,10 +100,7 @@ def _order(stretch: Stretch, source: Source | None) -> Order | list[list[Any]]:
     if order is not None:
         return order
     if source is None:
-        raise UnsupportedSourceError(
-            f"the order of {stretch['loader']} is its sampler's or its source's, which no ledger has: pass --source "
-            "MODULE:LOADER"
-        )
+        raise UnsupportedSourceError(f"no ledger has the order of {stretch['loader']}: pass --source MODULE:LOADER")
     return source.listed(stretch)
 
 
@@ -113,12 +110,12 @@ def _described(fingerprint: str, size: int | None) -> Order | None:
     return order_of(said["order"], size) if said.get("unit") in ("sample", "item") else None
 
 
-def as_text(answer: dict[str, Any]) -> Iterator[str]:
+def as_text(told: dict[str, Any]) -> Iterator[str]:
     """The same for people, line by line."""
-    yield from (f"damaged: {problem}" for problem in answer["problems"])
-    begin, starts = answer["starts"][0] + 1, _shown(answer["starts"])
-    yield f"steps {begin} to {answer['steps']} of {answer['path']}, started after steps {starts}"
-    for row in answer["rows"]:
+    yield from (f"damaged: {problem}" for problem in told["problems"])
+    begin = told["starts"][0] + 1
+    yield f"steps {begin} to {told['steps']} of {told['path']}, started after steps {_shown(told['starts'])}"
+    for row in told["rows"]:
         yield "  " + ", ".join(f"{name} {_shown(value)}" for name, value in row.items() if value not in (None, ""))
 
 
@@ -143,7 +140,6 @@ class Source:
 
     def __init__(self, target: str) -> None:
         self._target, self._make = target, find_target(target)
-        self._session, self._lists = None, list[list[Any]]()  # of the latest one
 
     def _made(self, stretch: Stretch, rank: int) -> Loader:
         """The loader, as a rank of the run had it."""
@@ -177,10 +173,8 @@ class Source:
                 here = {} if reading is None else described(loader, reading)
                 for name in ("batch_size", "tail", "drop_last", "global_batch", "copies"):
                     if here.get(name) != stretch[name]:
-                        raise StateMismatchError(
-                            f"{name} differs: the run had {stretch[name]}, {self._target} has {here.get(name)}: build "
-                            "the loader as in the run"
-                        )
+                        told = f"{name} differs: the run had {stretch[name]}, {self._target} has {here.get(name)}"
+                        raise StateMismatchError(f"{told}; build the loader as in the run")
                 yield loader, before
         except MidepochError:
             raise
@@ -193,16 +187,11 @@ class Source:
         Raises:
             MidepochError: the run had another source, or its samples have no indices.
         """
-        if self._session != stretch["session"]:
-            self._session, self._lists = stretch["session"], self._list(stretch)
-        return self._lists
-
-    def _list(self, stretch: Stretch) -> list[list[Any]]:
         with self._open(stretch, 0, 0) as (loader, _):
             if (order := loader._adapter.facts.order) is not None:
                 return [[index] for index in order.epoch(stretch["seed"], stretch["epoch"])[0 : order.size].tolist()]
-            samples = loader._adapter.samples(stretch["seed"], stretch["epoch"])
-            assert samples is not None  # what a ledger describes is read by index, and is listed if it has an end
+            # What a ledger describes is read by index, and is listed only if it has an end.
+            samples: Any = loader._adapter.samples(stretch["seed"], stretch["epoch"])
             return [samples.indices(unit) for unit in range(samples.units)]
 
     def read(self, stretch: Stretch, step: int, rank: int) -> list[Any]:

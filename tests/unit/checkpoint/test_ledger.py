@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 import midepoch
 from midepoch import MidepochWarning, Snapshot, SnapshotError
 from midepoch.checkpoint.files import SnapshotFile
-from midepoch.checkpoint.ledger import ledger_path, seal
+from midepoch.checkpoint.ledger import seal
 from midepoch.tools.ledgers import read_ledger
 from support import sources
 from support.ledger_jobs import Job, Seen, sights, told
@@ -121,6 +121,10 @@ def three_starts(path: Path) -> Seen:
         for _ in range(more):
             job.step()
     return seen
+
+
+def ledger_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.ledger")
 
 
 def lines_of(path: Path) -> list[Path]:
@@ -430,7 +434,7 @@ def test_a_source_that_cannot_be_computed_is_told_at_once(tmp_path: Path) -> Non
         found = trained(tmp_path / "snapshot.pt", body, data=loader)
     assert len([each for each in caught if "ledger" in str(each.message)]) == 1
     assert found["data"] == [1] * 10
-    with pytest.raises(midepoch.UnsupportedSourceError, match="samples of data cannot be computed"):
+    with pytest.raises(midepoch.UnsupportedSourceError, match="data cannot be traced"):
         told(read_ledger(tmp_path))
 
 
