@@ -233,7 +233,6 @@ class Streams:
             adds: those that are known stay, by their paths, even if samples have moved them.
             remade: what is made anew at a known path is new. If not, its maker has seeded it.
         """
-        self._start_is_known = False
         before, (found, hopeless) = self._owned, find_generators(*self._roots, *more)
         for path in hopeless:
             if path not in self._warned:
@@ -247,7 +246,10 @@ class Streams:
             known = {id(each.generator) for each in before}
             paths = set() if remade else {each.path for each in before}
             new = [each for each in found if id(each.generator) not in known and each.path not in paths]
-        self._owned = [*before, *new] if adds and before is not None else found
+        if before is None or not adds:
+            self._owned, self._start_is_known = found, False
+        elif new:
+            self._owned, self._start_is_known = [*before, *new], False
         return new
 
     @property

@@ -243,7 +243,8 @@ def test_generators_made_by_the_first_batch_are_exact(kind: type[sources.Indices
     def make() -> Loader:
         return wrapped(kind(32), num_workers)
 
-    with make() as loader:
+    with make() as loader, warnings.catch_warnings():
+        warnings.simplefilter("error")  # code that makes one anew seeds it itself
         whole = sources.taken(loader) + sources.taken(loader)
     for cut in (1, 8, 11):
         rest = sources.resumed(make, _state_after(make, cut))
@@ -266,6 +267,26 @@ def test_one_made_by_a_later_batch_is_warned_of(
         sources.taken(loader)
     (line,) = said.read_text().splitlines()
     assert line.startswith("a random generator (Later.rng) was made after a pass had begun")
+
+
+class Moving(sources.Indices):
+    """Puts its generator elsewhere whenever a sample is read."""
+
+    def __init__(self, size: int, moves: bool) -> None:
+        super().__init__(size)
+        self.places, self.moves, self.reads = [random.Random(4), None], moves, 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        if self.moves:
+            self.places.reverse()
+        return index, (self.places[0] or self.places[1]).random()  # type: ignore[union-attr]
+
+
+def test_a_generator_that_samples_move_keeps_its_stream() -> None:
+    still, moving = Moving(32, moves=False), Moving(32, moves=True)
+    assert sources.taken(wrapped(still)) == sources.taken(wrapped(moving))
+    assert still.reads == moving.reads == 32 + 1  # the first sample once more
 
 
 def _state_after(make: Callable[[], Loader], batches: int) -> Any:
