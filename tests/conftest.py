@@ -72,6 +72,8 @@ def pytest_collection_finish() -> None:
     """Take what has been imported out of the garbage collector's sight: a collection takes 0.2 s less, a fork too."""
     gc.collect()
     gc.freeze()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        forking.in_large_pages()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -182,7 +182,9 @@ def open_loader(settings: Settings, options: Mapping[str, Any], *, later: bool =
     seed = _LATER_SEED if later else _SEED
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    # Without a device, torch.manual_seed would format the stack of each call for later, three times.
+    seed_torch = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+    seed_torch(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loader = settings.make_loader(**options)
@@ -221,10 +223,10 @@ def see_rest(settings: Settings, options: Mapping[str, Any], state: dict[str, An
         return Pass([see(settings, batch) for batch in itertools.islice(loader, MOST_BATCHES)])
 
 
-def capture_failure(error: Exception, during: str) -> Failure:
-    """``error`` in a form that can be sent, whatever its class."""
+def capture_failure(error: Exception, during: str, traced: bool = True) -> Failure:
+    """``error`` in a form that can be sent, whatever its class; its traceback costs more than most calls."""
     kinds = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__)
-    return Failure(kinds, str(error), traceback.format_exc(), during)
+    return Failure(kinds, str(error), traceback.format_exc() if traced else "", during)
 
 
 def record(trial: Trial) -> Recording:

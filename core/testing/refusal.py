@@ -205,7 +205,7 @@ def _check_refused(loader: Any, case: _Case, when: str) -> None:
     try:
         loader.load_state_dict(copy.deepcopy(case.state))
     except Exception as error:  # noqa: BLE001 - the law examines the kind of exception
-        failure = capture_failure(error, "loading a state")
+        failure = capture_failure(error, "loading a state", traced=False)
     else:
         raise violation(expected, f"{when}: it was loaded", 0)
     if case.kind not in failure.kinds:

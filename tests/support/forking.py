@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import functools
 import gc
@@ -208,6 +209,16 @@ def run(
     if check and program.returncode:
         raise AssertionError(f"{program.args} ended with {program.returncode}: {said[-3000:]}\n{errors[-3000:]}")
     return subprocess.CompletedProcess(program.args, program.returncode, said, errors)
+
+
+def in_large_pages() -> None:
+    """Hold this process's memory in pages of 2 MB, where Linux can: 130,000 small ones cost each fork 27 ms more."""
+    collapse, libc = 25, ctypes.CDLL(None)  # MADV_COLLAPSE
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, rights, _, _, inode, *_ = line.split()
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        if (rights, inode) == ("rw-p", "0"):
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), collapse)
 
 
 # --- the process that is forked from ----------------------------------------------------------------------------------
