@@ -125,6 +125,8 @@ class Body:
         self.kept = Record() if resumed is None else copy.deepcopy(resumed)
         # The loaders with such passes that were not taken up, in this body or before it.
         self.dropped: set[str] = set() if before is None else before.dropped
+        # The loaders over which an iterator was made before the loop, and first read in one of its bodies.
+        self.awaited: set[str] = set() if before is None else before.awaited
         self.clock = 0
         self.steps = (0, 0), (0, 0)  # the latest two: the clock, and how many batches were in flight
         # In the order of their beginnings; of the inner ones, those that are open.
@@ -266,11 +268,13 @@ class Body:
     def read_on(self) -> list[str]:
         """The loaders whose iterators were made in an earlier body and were asked for more in this one.
 
-        Or were made in this one and outlive it, and their rest was dropped when the run was resumed.
+        Or were made in this one and outlive it, and their rest was dropped when the run was resumed. Not those that
+        follow one made before the loop: a run that resumes makes that one again, and it takes up the rest.
         """
         own = [each for each in self.intervals if each.ended is None and not each.older]
         outlived = [each.name for each in self.intervals if each.outlived and each.took]
-        return [*outlived, *(each.name for each in own if each.name in self.dropped)]
+        names = [*outlived, *(each.name for each in own if each.name in self.dropped)]
+        return [name for name in names if name not in self.awaited]
 
     @property
     def is_read(self) -> bool:

@@ -637,6 +637,8 @@ class Progress:
             self.latest = self.waiting if self.waiting() is this else weakref.ref(this)
         else:
             older, outlived = this.made_in is not body, this.made_in not in (None, body)
+            if this.made_in is None:
+                body.awaited.add(self._name)
             this.interval = body.begin(self._name, this, older, outlived)
             self.latest = this.interval.user
 
