@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from ..errors import MidepochError, StateCorruptError, StateError, UnsupportedSourceError
+from ..errors import MidepochError, StateCorruptError, UnsupportedSourceError
 from ..loader.adapter import Adapter, Facts, Options, Reach, Run, Session
 from ..loader.capabilities import Capabilities, Capability
 from ..loader.loader import Loader
 from ..loader.part import Part
-from ..loader.place import Place, Unknown
+from ..loader.place import Place
 from ..state.format import State
 from ..state.parts import parts_in, unseal_detail
 from ..world import Share, World
@@ -127,9 +127,8 @@ class CombinedAdapter(Adapter):
             return max(0, self.steps - position)
         # With a part of unknown length, only reading finds the end, even if the part is known to have ended.
         rest = [0 if over and left is not None else left for left, over in zip(lefts, ended, strict=True)]
-        if self.mode == "weighted":
-            # A part that is never drawn does not matter.
-            rest = [left for left, weight in zip(rest, self.weights, strict=True) if weight]
+        # A part that is never drawn does not matter.
+        rest = [left for left, weight in zip(rest, self.weights, strict=True) if weight]
         known = [left for left in rest if left is not None]
         if len(known) < len(rest):
             return None
@@ -194,9 +193,7 @@ class CombinedAdapter(Adapter):
 
     def detail_at(self, here: Place, there: tuple[int, int], seed: int, world: World) -> str:
         """To the beginning of an epoch."""
-        if isinstance(here.detail, Unknown):
-            raise StateError(str(here.detail))
-        epoch, _ = there
+        here, (epoch, _) = here.known(), there
         if not here.detail and there == here[:2]:
             return self.upcoming(epoch)
         standings = Standings.read(here.detail or self.upcoming(here.epoch), len(self.members))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -153,6 +153,9 @@ def test_a_cycle_counts_each_part_s_own_epochs() -> None:
     (first, second), alone = passes(loader, 2), noisy(4, 1)
     alone.seek(epoch=10)
     assert [batch[0] for batch in first + second] == [batch for epoch in passes(alone, 10) for batch in epoch]
+    sources.taken(loader, 4)  # and leave the epoch
+    next(iter(loader))
+    assert [part.epoch for part in loader.source] == [25, 5]
 
 
 def test_forms() -> None:
@@ -185,6 +188,7 @@ def test_draws_are_pinned(seed: int, epoch: int, names: list[int]) -> None:
 
 
 @settings(max_examples=60, deadline=None)
+@example(sizes=[400, 3], weights=[1] * 4, until="all", seed=1)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     weights=st.lists(st.integers(0, 5), min_size=4, max_size=4),
@@ -343,6 +347,9 @@ def test_states_of_other_parts_are_refused() -> None:
             other.load_state_dict(state)
         assert other.state_dict() == place
     assert sources.taken(resumed(make("a", "b"), state)) == rest
+    drawn = combine([wrap([1]), wrap([2])], "weighted", until="first")
+    with pytest.raises(StateMismatchError, match="mode: it was 'weighted until first'"):
+        combine([wrap([1]), wrap([2])], "weighted").load_state_dict(drawn.state_dict())
     other_seed = combine({"a": noisy(8, 1), "b": noisy(16, 5)}, "max_size")
     with pytest.raises(StateMismatchError, match="part 'b': the seed"):
         other_seed.load_state_dict(state)
