@@ -207,6 +207,15 @@ def test_each_rank_of_a_larger_world_knows_its_own() -> None:
     assert [numbers(batch) for batch in resumed(united[0])][:3] == [[2, 3], [4, 5], [12, 13]]
 
 
+def test_a_ranks_part_says_how_much_was_handed_out() -> None:
+    for count, position in ((3, 12), (5, 20)):
+        loaders, tickets = ranks_at(count)
+        loaders[0].finish(tickets[0][0])
+        states = [loader.state_dict() for loader in loaders]
+        assert {(state["epoch"], state["position"]) for state in states} == {(0, position)}
+        assert numbers(next(iter(resumed(join_states(states, loaders[0]))))) == [2, 3]
+
+
 def test_ranks_that_do_not_skip_or_take_tickets_alike_are_named() -> None:
     loaders, _ = ranks_at(2)
     loaders[1].skip(12, 14)

@@ -249,6 +249,16 @@ def test_bad_ranges_are_refused(arguments: Any, error: type[Exception]) -> None:
     assert (loader.state_dict(), loader.skipped) == (state, {})
 
 
+def test_an_epoch_whose_body_runs_on_has_ended() -> None:
+    loader = wrapped(20, 2)
+    for _ in loader.epochs(1):
+        assert len(list(loader)) == 10 and loader.epoch == 0
+        with pytest.raises(ValueError, match=r"epoch 0 has ended, .*: name epoch 1 or a later one"):
+            loader.skip(0, 3)
+        loader.skip(0, 3, epoch=1)
+    assert loader.skipped == {1: [(0, 3)]}
+
+
 def test_within_a_global_batch_it_is_refused() -> None:
     loader, _ = loader_at(1, global_batch=6)
     reading = loader._progress.reading
