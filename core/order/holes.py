@@ -160,13 +160,9 @@ class Omit:
 
 
 def pieces_of(start: int, stop: int, places: int, holes: Holes, skipped: Holes) -> list[tuple[int, int]]:
-    """The positions of the places [start, stop), as intervals; those beyond the last one repeat the epoch's first.
+    """The positions of the places [start, stop) of an epoch with so many, as intervals.
 
-    Args:
-        start, stop: as `Share.span` has them.
-        places: of the epoch, without `holes`.
-        holes: what is left out: `skipped`, and what is finished, which may be repeated.
-        skipped: see above.
+    Places beyond the last one repeat the epoch's first. They are not `skipped`, but may be finished: other `holes`.
     """
     whole = places + holes.total - skipped.total
     repeats = [skipped.position_of(place % whole) for place in range(max(start - places, 0), stop - places)]

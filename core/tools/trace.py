@@ -182,11 +182,7 @@ class Source:
             raise SourceError(f"{self._target} fails ({type(error).__name__}: {error}): correct it") from error
 
     def listed(self, stretch: Stretch) -> list[list[Any]]:
-        """The indices of the samples at each position of an epoch.
-
-        Raises:
-            MidepochError: the run had another source, or its samples have no indices.
-        """
+        """The indices of the samples at each position of an epoch. Raises as `_open`."""
         with self._open(stretch, 0, 0) as (loader, _):
             if (order := loader._adapter.facts.order) is not None:
                 return [[index] for index in order.epoch(stretch["seed"], stretch["epoch"])[0 : order.size].tolist()]
@@ -195,11 +191,7 @@ class Source:
             return [samples.indices(unit) for unit in range(samples.units)]
 
     def read(self, stretch: Stretch, step: int, rank: int) -> list[Any]:
-        """The batches that a step took of a session, on a rank, bit for bit.
-
-        Raises:
-            MidepochError: the run had another source, or it cannot be read.
-        """
+        """The batches that a step took of a session, on a rank, bit for bit. Raises as `_open`."""
         batches = stretch.batches(step)
         with self._open(stretch, rank, batches.start) as (loader, before):
             return list(itertools.islice(loader, before, before + len(batches)))

@@ -24,6 +24,7 @@ from midepoch import MidepochWarning, Snapshot, SnapshotError
 from midepoch.checkpoint.files import SnapshotFile
 from midepoch.checkpoint.ledger import seal
 from midepoch.tools.ledgers import read_ledger
+from midepoch.tools.trace import as_text, trace
 from support import sources
 from support.ledger_jobs import Job, Seen, sights, told
 
@@ -512,6 +513,7 @@ def test_a_ledger_may_begin_late_and_pause(tmp_path: Path) -> None:
             snapshot.save()
     ledger = read_ledger(tmp_path)
     assert [(line["first"], line["last"]) for line in ledger.lines] == [(7, 8)]
+    assert next(as_text(trace(tmp_path))) == f"steps 7 to 8 of {tmp_path / 'snapshot.pt'}, started after steps 6"
     with pytest.raises(SnapshotError, match=r"does not say what step 6 .*it begins after step 6"):
         ledger.at(6)
     for step in (0, 9):
