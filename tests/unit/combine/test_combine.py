@@ -201,10 +201,13 @@ def test_an_epoch_s_length_is_counted_as_it_is_drawn(
     chosen = weights[: len(sizes)]
     if not any(chosen):
         chosen[0] = 1
-    loader = combine([wrap(list(range(size))) for size in sizes], "weighted", weights=chosen, until=until, seed=seed)
+    parts = [wrap(list(range(size))) for size in sizes]
+    loader = combine(parts, "weighted", weights=chosen, until=until, seed=seed, labelled=True)
     for _ in range(2):
-        length = len(loader)
-        assert len(list(loader)) == length
+        length, drawn = len(loader), [number for number, _ in loader]
+        assert len(drawn) == length
+        enough = [drawn.count(number) >= size for number, size in enumerate(sizes) if chosen[number]]
+        assert any(enough) if until == "first" else all(enough)
 
 
 # --- worlds ---
