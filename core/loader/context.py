@@ -36,7 +36,7 @@ class RunContext:
         self._then: Then | None = None  # made with the first session
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "last": None, "_then": None}
+        return {**self.__dict__, "last": None, "_then": None, "tickets": Tickets()}
 
     @property
     def skips(self) -> Capability:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import StateError
 from ..order.holes import Holes
@@ -51,12 +51,11 @@ class Tickets:
         epoch: of the batches; None before the first one after a load.
     """
 
-    def __init__(self) -> None:
-        self._lock, self.taken = threading.Lock(), False
-        self.clear()
+    _lock = threading.Lock()  # of all loaders, so that they can be pickled
 
-    def __reduce__(self) -> Any:
-        return Tickets, ()  # another process has handed out none
+    def __init__(self) -> None:
+        self.taken = False
+        self.clear()
 
     def clear(self) -> None:
         """The loader goes elsewhere: no ticket is open."""

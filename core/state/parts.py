@@ -171,8 +171,7 @@ def check_skips(name: str, states: list[State]) -> None:
     """Raise a MidepochError if a rank's state of the loader `name` leaves out other positions."""
     alone = [f"rank {rank}" for rank, each in enumerate(states) if each["omit"] != states[0]["omit"]]
     if alone:
-        told = f"{alone[0]} skips other positions of {name} than rank 0"
-        raise MidepochError(f"{told}: call skip() on every rank after the same batch")
+        raise MidepochError(f"{alone[0]} skips other positions of {name} than rank 0: call skip() on every rank alike")
 
 
 # --- the witnesses of all ranks ---------------------------------------------------------------------------------------

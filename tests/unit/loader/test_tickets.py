@@ -75,6 +75,8 @@ def test_a_ticket_is_small_and_goes_through_queues_and_pickle() -> None:
     assert len({*tickets}) == 3 and len(pickle.dumps(tickets[0])) < 120
     loader.finish(pickle.loads(pickle.dumps(tickets[0])))
     assert loader.frontier == (0, 2)
+    with pytest.raises(StateError, match="of another run"):
+        pickle.loads(pickle.dumps(loader)).finish(tickets[1])
 
 
 def test_threads_finish() -> None:
