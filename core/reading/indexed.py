@@ -35,7 +35,7 @@ from .sessions import FirstBatch, WitnessRequest
 
 __all__ = ["MapReader", "MapRequest", "Samples", "as_list", "map_requests", "reads_whole_batches", "spans", "unchanged"]
 
-_KEY_BLOCK = 2048  # keys that are derived at once
+_KEY_BLOCK = 8192  # keys that are derived at once, at most
 _NO_KEYS = np.empty(0, np.uint64)
 _MOST_AHEAD = 2048  # indices of requests that are made in a row
 
@@ -310,8 +310,8 @@ class MapReader:
                 return cast(list[int], derive_keys(extend_key(key, start % request.size), np.arange(count)).tolist())
             if positions is not None:
                 return cast(list[int], derive_keys(key, np.array(positions)).tolist())
-            # One of many ranks reads a few positions in every so many.
-            ahead = _KEY_BLOCK if 0 <= place <= _KEY_BLOCK else 0
+            # One of many ranks reads a few positions in every so many: then fewer than four batches would need them.
+            ahead = min(_KEY_BLOCK, request.size - start) if 0 <= place <= _KEY_BLOCK // 4 else 0
             derived = derive_keys(key, np.arange(start, start + max(count, ahead)) % max(request.size, 1))
             self._key_block, self._key_block_start, place = derived, start, 0
         return cast(list[int], derived[place : place + count].tolist())
