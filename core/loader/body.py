@@ -4,7 +4,8 @@ What a run that resumes must know of the body that it runs again is a function o
 first batch to its end on one clock, which ticks when a pass begins, takes a batch or ends, and at each step. Six rules:
 
 1. The first pass begun in a body is a *lead*; the next lead is the first one begun after that one's life. All others
-   are inner. Passes begun in an earlier body are neither.
+   are inner. Passes begun in an earlier body are neither, nor are those of an iterator for the whole run: one that was
+   made before the loop and first read in a body, and those over the same loader that follow it.
 2. A pass lives until it ends. If batches were in flight when it was read to its end, it lives until a step reports
    none, or no fewer than the step before.
 3. At a resume, leads whose life is over are empty; inner passes are not counted.
@@ -123,10 +124,9 @@ class Body:
         # What a record has besides: what the resumed body had open, and this one has not come to yet; the loaders that
         # are read ahead; those over which passes have ended; what intervals could not tell.
         self.kept = Record() if resumed is None else copy.deepcopy(resumed)
-        # The loaders with such passes that were not taken up, in this body or before it.
-        self.dropped: set[str] = set() if before is None else before.dropped
-        # The loaders over which an iterator was made before the loop, and first read in one of its bodies.
-        self.awaited: set[str] = set() if before is None else before.awaited
+        # By loader, in this body or before it: True if an iterator for the whole run reads it, False if such
+        # passes were not taken up.
+        self.awaited: dict[str, bool] = {} if before is None else before.awaited
         self.clock = 0
         self.steps = (0, 0), (0, 0)  # the latest two: the clock, and how many batches were in flight
         # In the order of their beginnings; of the inner ones, those that are open.
@@ -248,7 +248,8 @@ class Body:
             self.loaders[name].new_epoch = True
         kept.open, kept.left = [each for each in kept.open if each not in gone], [*kept.left, *gone]
         kept.lead, kept.within = None, []
-        self.dropped |= gone
+        for name in gone:
+            self.awaited.setdefault(name, False)
 
     # --- what follows from it ---
 
@@ -268,13 +269,13 @@ class Body:
     def read_on(self) -> list[str]:
         """The loaders whose iterators were made in an earlier body and were asked for more in this one.
 
-        Or were made in this one and outlive it, and their rest was dropped when the run was resumed. Not those that
-        follow one made before the loop: a run that resumes makes that one again, and it takes up the rest.
+        Or were made in this one and outlive it, and their rest was dropped when the run was resumed. Not those of an
+        iterator for the whole run: a run that resumes makes it again, and it takes up the rest.
         """
         own = [each for each in self.intervals if each.ended is None and not each.older]
         outlived = [each.name for each in self.intervals if each.outlived and each.took]
-        names = [*outlived, *(each.name for each in own if each.name in self.dropped)]
-        return [name for name in names if name not in self.awaited]
+        names = [*outlived, *(each.name for each in own if each.name in self.awaited)]
+        return [name for name in names if not self.awaited.get(name)]
 
     @property
     def is_read(self) -> bool:

@@ -638,8 +638,8 @@ class Progress:
         else:
             older, outlived = this.made_in is not body, this.made_in not in (None, body)
             if this.made_in is None:
-                body.awaited.add(self._name)
-            this.interval = body.begin(self._name, this, older, outlived)
+                body.awaited[self._name] = True
+            this.interval = body.begin(self._name, this, older or body.awaited.get(self._name, False), outlived)
             self.latest = this.interval.user
 
     def end_pass(self) -> None:
