@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import chaos
 import pytest
 import ticket_job
+
+from support import forking
+from support.jobs import MODULES
 
 LONG = bool(os.environ.get("MIDEPOCH_CHAOS"))
 # The others resume as this one does. Parts of a state that only their rank knows are killed in test_torchrun.
@@ -23,10 +24,7 @@ NEEDED = {"stateful": "torchdata", "webdataset": "webdataset", "streaming": "str
 
 def survived(kills: int, job: str, *options: str) -> Any:
     """What a job's program counts; it ends with an error where a sample was lost, repeated or different."""
-    command = [sys.executable, job, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120 + 10 * kills)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return json.loads(forking.run([job, *options], modules=MODULES, timeout=120 + 10 * kills, check=True).stdout)
 
 
 @pytest.mark.parametrize(

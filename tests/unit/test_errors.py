@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 import textwrap
 import warnings
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch.errors import warn
+from support import forking
 
 
 def test_a_warning_names_the_line_that_called_into_the_package() -> None:
@@ -56,5 +56,4 @@ def test_a_warning_at_import_names_the_import(tmp_path: Path) -> None:
             """
         )
     )
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[7]"
+    assert forking.run([program], check=True).stdout.strip() == "[7]"
