@@ -38,8 +38,6 @@ _WORDS = 624  # of the state of a Mersenne Twister, which all three are
 _LAST_WORDS = 4 * (_WORDS - 7)
 _words_at: Any = (ctypes.c_char * 32).from_address
 
-_Stamp = tuple[Any, Any, Any]
-
 
 class GlobalGenerators:
     """`take_over` the generators, seed them as often as needed, then `restore` them.
@@ -63,7 +61,7 @@ class GlobalGenerators:
         # In place of the caller's, so that a seed gives the same numbers whichever bit generator the caller has.
         self._ours = self._numpy_rest
         self._numpy_words: Any = self._ours[1]
-        self._at: _Stamp = (None, None, None)  # of python's, numpy's and torch's, as they were last looked at
+        self._at: tuple[Any, Any, Any] = (None, None, None)  # their stamps, as they were last looked at
         self._python_saved: Any = None  # the caller's state
         self._python_at: Any = None  # the stamp with which it was saved
         self._saved: tuple[Any, Any, Any] = (None, None, None)  # the caller's: numpy's, its pair, torch's

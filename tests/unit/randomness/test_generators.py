@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 import midepoch
 from midepoch import MidepochWarning
 from midepoch.loader.loader import Loader
+from midepoch.randomness import globals as globals_of
 from midepoch.randomness import owned
 from midepoch.randomness.owned import LONGEST_CONTAINER, MOST_OBJECTS, find_generators
 from midepoch.randomness.streams import Streams
@@ -353,8 +354,11 @@ def reads(streams: Streams, draw: Callable[[], Any]) -> list[str]:
     return calls
 
 
+@pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("name", sources.DRAWS)
-def test_a_draw_is_seen(name: str) -> None:
+def test_a_draw_is_seen(name: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by public calls alone, where CPython or numpy keeps a generator otherwise."""
+    monkeypatch.setattr(globals_of, "_is_known", lambda: known)
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     draw = sources.DRAWS[name]
     for _ in range(2):
