@@ -34,7 +34,7 @@ def test_what_is_measured_is_exact_sane_and_written(tmp_path: Path) -> None:
     command: list[str | Path] = ["-c", code, "--quick", "--only", ",".join(NAMES), "--output", tmp_path]
     for question in ("overhead", "resume", "state", "exactness"):
         command += ["--question", question]
-    said = forking.run(command, modules=["matplotlib.pyplot"], check=True, timeout=500).stdout
+    said = forking.run(command, modules=forking.IMPORTED, check=True, timeout=500).stdout
     assert (tmp_path / "results.md").read_text().strip() == said.strip()
     assert all((tmp_path / f"{name}.png").exists() for name in ("first_batch_progress", "first_batch_size", "overhead"))
     results = json.loads((tmp_path / "results.json").read_text())

@@ -592,7 +592,7 @@ def test_an_error_in_the_thread_reaches_the_consumer() -> None:
 @pytest.mark.long  # compiles in a process of its own
 def test_example(tmp_path: Path) -> None:
     example = ROOT / "examples" / "ffcv_loader.py"
-    done = forking.run([example], modules=["ffcv"], cwd=tmp_path, check=True)
+    done = forking.run([example], modules=forking.IMPORTED, cwd=tmp_path, check=True)
     assert "bit-equal" in done.stdout
 
 

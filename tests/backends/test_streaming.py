@@ -44,7 +44,7 @@ from midepoch.adapters.streaming.adapter import _KeyedPass
 from midepoch.loader.loader import Loader
 from midepoch.state.witness import LONGEST
 from midepoch.testing import ResumableTests
-from support import commands, jobs, witness_sources
+from support import commands, forking, jobs, witness_sources
 from support import streaming_sources as sources
 from support.sources import every_place, flat
 from support.witness_sources import found_in, state_after
@@ -444,7 +444,7 @@ def ranks(
     (out / "state.json").write_text(json.dumps(state))
     told = ["-" if state is None else out / "state.json", steps, size, batch_size, replication or 1]
     command = [sources.__file__, str(out), *map(str, told)]
-    processes = jobs.ranks(command, world_size, modules=("support.streaming_apart",))
+    processes = jobs.ranks(command, world_size, modules=forking.IMPORTED)
     errors = [process.communicate(timeout=120)[1] for process in processes]
     assert not any(process.returncode for process in processes), "\n".join(errors)[-3000:]
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world_size)]

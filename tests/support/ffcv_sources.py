@@ -90,7 +90,7 @@ def file(kind: str = "jpeg") -> str:
     if not path.exists():
         draft = path.with_suffix(f".{os.getpid()}")
         # FFCV's writer forks, which a process that has run compiled code on several threads may not survive.
-        forking.run([__file__, kind, draft], modules=["ffcv"], check=True)
+        forking.run([__file__, kind, draft], modules=forking.IMPORTED, check=True)
         draft.replace(path)
     return str(path)
 

@@ -18,7 +18,6 @@ from support import forking
 # What jobs import sooner or later; the first optimizer imports the second, in a second and a half. With one list for
 # all, jobs of several files are forked from one process.
 MODULES = ("torch.distributed.run", "torch._dynamo", "torch.distributed.fsdp", "support.sources")
-LIGHTNING = ("lightning", "torchdata.stateful_dataloader", "support.sources")
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

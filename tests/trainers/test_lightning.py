@@ -22,7 +22,7 @@ from lightning_runs import CHAOS, TRAIN, VALIDATION, Killed, Make, Noisy, Peekin
 
 from midepoch import MidepochWarning, StateError, UnsupportedSourceError
 from midepoch.trainers.lightning import ExactResume
-from support import jobs
+from support import forking, jobs
 from support.sources import plain
 
 
@@ -293,7 +293,7 @@ def job(folder: Path, phase: str, ranks: int, *options: str, after: str = "") ->
     """
     where = ["--checkpoint", str(folder / f"{after}.ckpt")] if after else []
     command = [elastic_job.__file__, str(folder), phase, str(ranks), *options, *where]
-    started = jobs.ranks(command, ranks, modules=jobs.LIGHTNING)
+    started = jobs.ranks(command, ranks, modules=forking.IMPORTED)
     printed = [process.communicate(timeout=180)[1] for process in started]
     assert not any(process.returncode for process in started), printed
     assert "counts batches" not in "".join(printed)
