@@ -393,9 +393,7 @@ def test_examples_of_other_sources_with_a_state(tmp_path: Path) -> None:
     skip_without(["datasets", "grain", "litdata", "torchdata"], "datasets,grain,litdata,torchdata")
     names = ["grain_dataset.py", "hugging_face_dataset.py", "own_state.py"]
     output = python(["-c", RUN_ALL, *(str(ROOT / "examples" / name) for name in names)], tmp_path)
-    code = f"import sys; sys.path.append({str(ROOT / 'tests')!r}); import cpu_torchvision, runpy\n"
-    code += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    output += python(["-c", code, str(ROOT / "examples" / "litdata_loader.py"), "data"], tmp_path)
+    output += python([ROOT / "examples" / "litdata_loader.py", "data"], tmp_path)
     assert output.count("are bit-equal to") == 4
 
 

@@ -64,6 +64,7 @@ def trees() -> dict[str, ast.Module]:
     return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 
 
+@functools.cache
 def imports(name: str) -> set[str]:
     """The modules of midepoch that one imports, inside functions too, but for those that only type checkers import."""
     found = set()
@@ -93,11 +94,6 @@ def walk(tree: ast.AST) -> Iterator[ast.AST]:
             waiting += ast.iter_child_nodes(node)
 
 
-@functools.cache
-def all_imports() -> dict[str, set[str]]:
-    return {name: imports(name) for name in MODULES}
-
-
 def room_of(module: str) -> str:
     """The room of a module of core: a folder, or a file beside the folders."""
     return module.removeprefix("midepoch").removeprefix(".").partition(".")[0]
@@ -106,15 +102,15 @@ def room_of(module: str) -> str:
 def rooms() -> dict[str, set[str]]:
     """Each room of core, and the rooms that it imports."""
     graph: dict[str, set[str]] = {}
-    for name, imported in all_imports().items():
+    for name in MODULES:
         room = room_of(name)
         if room not in OUTSIDE:
-            graph.setdefault(room, set()).update(map(room_of, imported))
+            graph.setdefault(room, set()).update(map(room_of, imports(name)))
     return {room: imported - {room, *OUTSIDE} for room, imported in sorted(graph.items())}
 
 
 def test_no_circle_among_modules() -> None:
-    graphlib.TopologicalSorter(all_imports()).prepare()  # its error names the modules
+    graphlib.TopologicalSorter({name: imports(name) for name in MODULES}).prepare()  # its error names the modules
 
 
 def test_rooms_import_downwards_only() -> None:
@@ -128,8 +124,8 @@ def test_core_imports_neither_adapters_nor_the_front_door() -> None:
     """But for `__main__`, which imports nothing either."""
     found = [
         f"{name} imports {each}"
-        for name, imported in all_imports().items()
-        for each in imported
+        for name in MODULES
+        for each in imports(name)
         if not name.startswith("midepoch.adapters")
         and (each == "midepoch" or each.startswith("midepoch.adapters"))
     ]
@@ -167,8 +163,8 @@ def adapter_of(module: str) -> str:
 def test_no_adapter_imports_another() -> None:
     found = [
         f"{name} imports {each}"
-        for name, imported in sorted(all_imports().items())
-        for each in sorted(imported)
+        for name in sorted(MODULES)
+        for each in sorted(imports(name))
         if adapter_of(name) and adapter_of(each) and adapter_of(name) != adapter_of(each)
     ]
     assert found == []

@@ -167,7 +167,6 @@ def load(
 
 plain_load = functools.partial(load, pipelines="plain", kind="raw")
 quick_load = functools.partial(load, pipelines="light", kind="raw")
-"""What a process compiles in a third of the time."""
 
 
 def identify(batch: Any) -> list[int]:
