@@ -369,8 +369,7 @@ def test_each_page_begins_with_something_to_see() -> None:
 
 
 def test_examples_of_the_core(tmp_path: Path) -> None:
-    names = ["dataloader.py", "iterable.py", "several_loaders.py"]
-    for name in names:
+    for name in ("dataloader.py", "iterable.py", "several_loaders.py"):
         output = python([ROOT / "examples" / name], tmp_path)
         assert re.search("bit-equal|each exactly once|none lost", output), name
 
@@ -391,9 +390,8 @@ def test_examples_of_trainers_are_killed_and_go_on(tmp_path: Path) -> None:
 
 def test_examples_of_other_sources_with_a_state(tmp_path: Path) -> None:
     skip_without(["datasets", "grain", "litdata", "torchdata"], "datasets,grain,litdata,torchdata")
-    names = ["grain_dataset.py", "hugging_face_dataset.py", "own_state.py"]
-    output = python(["-c", RUN_ALL, *(str(ROOT / "examples" / name) for name in names)], tmp_path)
-    output += python([ROOT / "examples" / "litdata_loader.py", "data"], tmp_path)
+    names = ["grain_dataset.py", "hugging_face_dataset.py", "own_state.py", "litdata_loader.py"]
+    output = "".join(python([ROOT / "examples" / name, "data"], tmp_path) for name in names)
     assert output.count("are bit-equal to") == 4
 
 
@@ -485,12 +483,9 @@ def test_an_adapter_of_another_package(tmp_path: Path) -> None:
     assert len((package / "midepoch_rows.py").read_text(encoding="utf-8").splitlines()) <= 60
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*install, "--target", str(tmp_path / "site"), str(package)], check=True, capture_output=True)
-    command: list[str | Path] = ["-m", "pytest", "-q", "-c", os.devnull, "-k", "tail or topology"]
-    command.append(package / "test_rows.py")
+    command: list[str | Path] = ["-m", "pytest", "-qc", os.devnull, "-k", "tail or topology", package / "test_rows.py"]
     found = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    done = forking.run(command, modules=MODULES, cwd=package, env=found)
-    assert done.returncode == 0, done.stdout
-    assert "2 passed" in done.stdout
+    assert "2 passed" in forking.run(command, modules=MODULES, cwd=package, env=found, check=True).stdout
 
 
 def test_every_example_is_run() -> None:

@@ -347,8 +347,7 @@ def _main() -> None:
     import torch
 
     for device in () if torch.accelerator.is_available() else (torch.cuda, torch.xpu, torch.mtia):
-        # Else torch.manual_seed formats the stack for each, 0.4 ms.
-        device.manual_seed_all = lambda _: None  # type: ignore[attr-defined]
+        device.manual_seed_all = lambda _: None  # type: ignore[attr-defined]  # else its caller formats the stack
     sys.path.pop(0)
     gc.collect()
     gc.freeze()  # else a collection writes to each object, and so copies all memory
