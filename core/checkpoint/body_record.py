@@ -14,10 +14,11 @@ __all__ = ["joined_records", "read_record"]
 _MOST = 1 << 62
 
 
-def joined_records(of_ranks: Sequence[Record]) -> Record:
+def joined_records(of_ranks: Sequence[Record], unfinished: Iterable[str] = ()) -> Record:
     """Combine the records of all ranks.
 
-    An abandoned iterator may be freed later on one rank than on another.
+    An abandoned iterator may be freed later on one rank than on another. Where batches of loaders are `unfinished` on
+    some rank, the latest pass over each is not over: a run that resumes gives them again.
 
     Raises:
         SnapshotError: they do not run the same body.
@@ -31,12 +32,17 @@ def joined_records(of_ranks: Sequence[Record]) -> Record:
             )
     most = max(of_ranks, key=lambda each: sum(each.empty.values()))
     left = {name for each in of_ranks for name in each.left}
+    for name in unfinished:
+        if most.empty.get(name) and name not in most.open:
+            empty = {**most.empty, name: most.empty[name] - 1}
+            why = f"batches of {name} were not finished, and {most.lead} was read" if most.lead is not None else ""
+            most, left = replace(most, empty=empty, open=[*most.open, name], lead=name, unknown=why), left - {name}
     return replace(
         most,
         open=[name for name in most.open if name not in left],
         left=sorted(left),
         ahead=sorted({name for each in of_ranks for name in each.ahead}),
-        unknown=next((each.unknown for each in of_ranks if each.unknown), ""),
+        unknown=next((each.unknown for each in (*of_ranks, most) if each.unknown), ""),
         ends=first.ends,
     )
 

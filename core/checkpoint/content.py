@@ -32,6 +32,7 @@ class Contribution(NamedTuple):
     loaders: dict[str, Any]
     generators: str
     body: Record
+    unfinished: list[str]  # loaders of which batches are not finished: tickets of them are open
     problem: str
 
 
@@ -41,6 +42,7 @@ def contribute(
     """The states of all parts, and this rank's contribution. `is_exact`: a state that is not known is an error."""
     states: dict[str, Any] = {}
     loaders: dict[str, Any] = {}
+    unfinished: list[str] = []
     name, body, at_start = "the process", loop.body, False
     is_exact = is_exact and not (body is not None and body.kept.unknown)
     try:
@@ -53,12 +55,13 @@ def contribute(
             taken = in_flight if body is None else body.in_flight_of(name, in_flight)
             state = loader.state_dict(taken) if is_exact else state_or_that_of_now(loader, taken)[0]
             states[name] = loaders[name] = state
+            unfinished += [name] if loader._progress.context.tickets.open() else []
             at_start = at_start or bool(state["epoch"] and not (state["position"] or (not taken and loader.position)))
         ends = by_step and at_start
-        return states, Contribution(loaders, save_generators(), loop.record(ends), "")
+        return states, Contribution(loaders, save_generators(), loop.record(ends), unfinished, "")
     except Exception as error:  # noqa: BLE001  # the other ranks wait for this one, and must hear of it
         problem = f"{name} gave no state: {type(error).__name__}: {error}"
-        return states, Contribution({}, "", Record(), problem)
+        return states, Contribution({}, "", Record(), [], problem)
 
 
 def joined(
@@ -74,7 +77,7 @@ def joined(
     for rank, offer in enumerate(offers):
         if offer.problem:
             raise SnapshotError(f"on rank {rank}, {offer.problem}")
-    body = joined_records([offer.body for offer in offers])
+    body = joined_records([offer.body for offer in offers], {name for offer in offers for name in offer.unfinished})
     for name in offers[0].loaders:
         loader, of_all = loader_of(parts[name]), [offer.loaders[name] for offer in offers]
         places = [(each["epoch"], each["position"]) for each in of_all]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
+import os
 import pickle
+import signal
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +18,11 @@ from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch import MidepochError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError, World
+from midepoch.checkpoint.body_record import joined_records
+from midepoch.loader.body import Record
 from midepoch.order import Endless, Shuffled
 from midepoch.state.parts import join_states
+from support import sources
 from support.left_out import Noisy, wrapped
 
 
@@ -312,3 +320,41 @@ def test_an_order_without_an_end_has_tickets() -> None:
     other.load_state_dict(loader.state_dict())
     rest = iter(other)
     assert [next(rest) for _ in range(5)] == [given[step] for step in (2, 3, 5, 6, 7)]
+
+
+@pytest.mark.parametrize("at", [4, 5, 6])
+def test_what_is_open_when_a_signal_ends_an_epochs_last_steps_comes_again(at: int, tmp_path: Path) -> None:
+    """The pass has given all six batches, and two of them are not finished."""
+
+    def life(signal_at: int = 0) -> list[int]:
+        loader, done = midepoch.wrap(DataLoader(sources.Indices(12), batch_size=2), seed=0), list[int]()
+        snapshot = midepoch.Snapshot(tmp_path / "snapshot.pt", data=loader)
+        waiting = deque[Any]()
+
+        def train() -> None:
+            ticket, batch = waiting.popleft()
+            loader.finish(ticket)
+            done.extend(batch.tolist())
+            if snapshot.steps + 1 == signal_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            snapshot.step()
+
+        with snapshot, contextlib.suppress(SystemExit):
+            for _ in snapshot.epochs(2):
+                for batch in loader:
+                    waiting.append((loader.ticket, batch))
+                    if len(waiting) == 3:
+                        train()
+                while waiting:
+                    train()
+        return done
+
+    assert life(at) + life() == [*range(12)] * 2
+
+
+def test_ranks_with_open_tickets_agree_on_the_body() -> None:
+    over = Record(0, empty={"data": 1}, left=["data"])
+    other = Record(0, empty={"data": 1}, lead="other", open=["other"])
+    assert joined_records([over, over], {"data"}) == Record(0, empty={"data": 0}, open=["data"], lead="data")
+    assert joined_records([over, over]) == over
+    assert joined_records([other], {"data"}).unknown == "batches of data were not finished, and other was read"
