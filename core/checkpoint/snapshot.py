@@ -274,6 +274,7 @@ class Snapshot:
                 loop.begin(epoch, first=epoch == first)
                 if epoch == first:
                     self._unfollowed.begin(loop.loaders())
+                    self._due = 0  # its first step is to be looked at
                 yield epoch
                 self._end_body(epoch)
         finally:

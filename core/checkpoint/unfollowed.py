@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from ..errors import warn
 from ..loader.body import Body
@@ -24,7 +23,7 @@ class Unfollowed:
     def __init__(self) -> None:
         # By loader, at the first step: the reading, the batches taken from it, and those that the loop has taken.
         self._first: dict[str, tuple[Reading, int, int]] | None = None
-        self._before: dict[str, tuple[Any, int]] = {}
+        self._before: dict[Reading, int] = {}  # the batches that were taken before the loop
         self.is_due = False  # the next step is to be looked at
 
     @property
@@ -35,8 +34,8 @@ class Unfollowed:
     def begin(self, loaders: Mapping[str, Loader]) -> None:
         """The next step is the first one of a loop. What was taken before the loop is not its own."""
         self._first = None
-        readings = {name: loader._progress.reading for name, loader in loaders.items()}
-        self._before = {name: (each, each.steps) for name, each in readings.items() if each is not None}
+        read = [each for loader in loaders.values() for each, _, _ in loader._progress.history]
+        self._before = {each: each.steps for each in read}
 
     def look(self, loaders: Mapping[str, Loader], in_flight: int, body: Body | None) -> None:
         """Look after a step, and warn once. `in_flight`: as `Snapshot.step` has it in this body."""
@@ -49,8 +48,8 @@ class Unfollowed:
                 continue
             taken = reading.steps - (body.in_flight_of(name, in_flight) if body else in_flight)
             if first is None:
-                before, steps = self._before.get(name, (None, 0))
-                self._first[name] = reading, taken, taken + _rest_before(reading, loader) - steps * (reading is before)
+                skipped = self._rest_before(reading, loader)
+                self._first[name] = reading, taken, taken + skipped - self._before.get(reading, 0)
                 self.is_due = True
                 continue
             then, earlier, of_loop = first.get(name, (None, 0, 0))
@@ -61,9 +60,10 @@ class Unfollowed:
                     f"them out: if the loop reads ahead, pass in_flight={of_loop - each}; if it skips what was done "
                     "before a resume, do not: the loader has skipped it"
                 )
+        self._before = {}  # which keeps readings alive
 
-
-def _rest_before(reading: Reading, loader: Loader) -> int:
-    """How many batches a resumed pass has given before this one, if it has come to its end."""
-    passes = {each for each, _, _ in loader._progress.history if each is not reading and each.run.position}
-    return sum(each.steps for each in passes if each.share is not None and each.steps == each.share.steps)
+    def _rest_before(self, reading: Reading, loader: Loader) -> int:
+        """How many batches a resumed pass of this loop has given before this one, if it has come to its end."""
+        passes = {each for each, _, _ in loader._progress.history if each is not reading and each.run.position}
+        ended = [each for each in passes if each.share is not None and each.steps == each.share.steps]
+        return sum(each.steps - self._before.get(each, 0) for each in ended)

@@ -112,3 +112,26 @@ def test_a_loop_that_resumes(loop: Loop, done: int, each: int, followed: int, tm
     assert len(told) == (followed > 0)
     assert all(f"no step() followed {followed} of the batches" in one for one in told)
     assert all("the loader has skipped it" in one for one in told)
+
+
+@pytest.mark.parametrize("every", [1, 30])
+@pytest.mark.parametrize("left_at", [None, 1, 9])
+def test_a_second_loop_after_a_resume(every: int, left_at: int | None, tmp_path: Path) -> None:
+    """What a loop had taken, or a resumed pass before it, is not the next loop's, whose first step is looked at."""
+    loader = midepoch.wrap(DataLoader(Indices(96), batch_size=4, shuffle=True), seed=0)
+    with Snapshot(tmp_path / "snapshot.pt", every=5, signals=(), data=loader) as snapshot:
+        for _, _ in zip(range(5), loader, strict=False):
+            snapshot.step()
+    loader = midepoch.wrap(DataLoader(Indices(96), batch_size=4, shuffle=True), seed=0)
+    with Snapshot(tmp_path / "snapshot.pt", every=every, signals=(), data=loader) as snapshot:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for epochs in (1, 3):
+                for _ in snapshot.epochs(epochs):
+                    for number, _ in enumerate(loader):
+                        snapshot.step()
+                        if epochs == 1 and number == left_at:
+                            break
+                    if epochs == 1 and left_at is not None:
+                        break
+        assert loader.epoch == 3
