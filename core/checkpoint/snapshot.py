@@ -21,6 +21,8 @@ from torch.distributed import ProcessGroup
 
 from ..errors import MidepochError, SnapshotError, warn
 from ..loader.body import RUNNING, check_epochs, warn_of_done
+from ..loader.options import MOST_IN_FLIGHT
+from ..loader.reading import check_in_flight
 from ..order.keys import derive_key
 from .content import apply, contribute, joined, read_fitting
 from .epoch_loop import EpochLoop
@@ -150,14 +152,20 @@ class Snapshot:
         """Count a batch that has been trained on; save, and exit, if it is time.
 
         Args:
-            in_flight: batches that were taken from the loaders but not trained on (a prefetcher holds them). In a body
-                of `epochs`, this applies to the loaders that are being read, not to a validation that has ended.
+            in_flight: batches that were taken from the loaders but not trained on (a prefetcher holds them), at most
+                1024. In a body of `epochs`, this applies to the loaders that are being read, not to a validation that
+                has ended.
 
         Raises:
+            ValueError: `in_flight` is not an int in [0, 1024].
             SystemExit: a signal was received, by some process, and the snapshot was saved.
             SnapshotError: it could not be saved, or nobody knows whose batches are in flight. The previous snapshot is
                 intact.
         """
+        if in_flight or type(in_flight) is not int:  # now, not when a signal comes and nothing could be saved
+            check_in_flight(in_flight)
+            if in_flight > MOST_IN_FLIGHT:
+                raise ValueError(f"in_flight must be at most {MOST_IN_FLIGHT}, got {in_flight}")
         self.steps += 1
         body = self._loop.body
         if body is not None:

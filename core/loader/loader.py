@@ -23,6 +23,7 @@ from .capabilities import Capabilities, Capability
 from .context import RunContext
 from .place import Place, Unknown
 from .progress import Pass, Progress
+from .reading import check_in_flight
 from .source_attributes import SourceAttribute, SourceDataset, SourceSampler
 from .states import States
 from .tickets import Ticket
@@ -264,10 +265,11 @@ class Loader(Generic[Batch]):
                 ahead. The state describes the position that many batches ago.
 
         Raises:
+            ValueError: `in_flight` is not an int of at least 0.
             StateError: fewer batches than `in_flight` have been handed out since the start or the last load.
         """
-        if type(in_flight) is not int or in_flight < 0:
-            raise ValueError(f"in_flight must be an int of at least 0, got {in_flight!r}")
+        if in_flight or type(in_flight) is not int:
+            check_in_flight(in_flight)
         committed = self._progress.committed
         if committed is not None:
             if in_flight:

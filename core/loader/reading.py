@@ -10,7 +10,7 @@ from ..world import MicroShare, Share
 from .adapter import Run, Session
 from .place import Place
 
-__all__ = ["History", "Reading", "place_before"]
+__all__ = ["History", "Reading", "check_in_flight", "place_before"]
 
 MORE = "pass remember=, the number of batches that may be in flight, to midepoch.wrap"
 
@@ -83,6 +83,12 @@ class Reading:
 
 History = deque[tuple[Reading, int, Any]]
 """Of the latest batches: the reading, the position before the batch, and the bookmark; of a first batch, the place."""
+
+
+def check_in_flight(in_flight: object) -> None:
+    """Raise ValueError unless this is a number of batches: whether one is in flight says nothing of how many are."""
+    if type(in_flight) is not int or in_flight < 0:
+        raise ValueError(f"in_flight must be an int of at least 0, got {in_flight!r}")
 
 
 def place_before(history: History, batches: int) -> Place:

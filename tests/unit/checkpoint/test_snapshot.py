@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -124,6 +125,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     *[({"model": MODEL, name: value}, "must be an int of at least 1")
       for name, value in (("every", 0), ("every", 1.5), ("every", True), ("keep", 0))],
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("in_flight", [True, False, -1, 2.0, 0.0, None, "1", 1025])
+def test_a_step_refuses_a_wrong_in_flight_at_once(in_flight: Any, tmp_path: Path) -> None:
+    """Not only when a save is due: that of a preempted run would be lost."""
+    run = Run(tmp_path / "snapshot.pt")
+    run.train(3)
+    with pytest.raises(ValueError, match=rf"in_flight must be .*, got {re.escape(repr(in_flight))}$"):
+        run.snapshot.step(in_flight)
+    assert run.snapshot.steps == 3
 
 
 def test_arguments_that_make_no_sense() -> None:
