@@ -120,7 +120,7 @@ class Snapshot:
         self._unfollowed = Unfollowed()
         self._told_of_witnesses: set[str] = set()  # loaders whose ranks do not see the same data
         self._due = 0  # the step at which `step` does more than count
-        self._was_loaded = False
+        self._was_loaded, self._steps_at_load = False, 0
         self._owes_a_save = False  # to the end of the body
         # A whole run may be in an `except` clause. The exception's attributes stand for it: unlike itself they keep no
         # frame alive, and as long as they exist no other exception has the same.
@@ -250,7 +250,8 @@ class Snapshot:
 
         An epoch ends with the loop's body, not with the last batch of a pass. So a run that is killed in `validate`
         resumes in the same epoch, and runs what follows the pass. Passes that had ended are then empty. The body may
-        make any passes over any of the loaders, in the same order each time.
+        make any passes over any of the loaders, in the same order each time. What was read before the loop without a
+        `step`, as a sanity check, counts for nothing, unless its iterator is kept.
 
         Args:
             n: the number of epochs in all, those before a resume included.
@@ -273,6 +274,9 @@ class Snapshot:
                 f"the body that was left cannot be resumed: {loop.resumed.unknown}. Start this process again, "
                 "which resumes from the snapshot, and read the loaders as one, with midepoch.combine"
             )
+        if loop.epoch is None and self.steps == self._steps_at_load:  # nothing was trained on before this loop
+            for loader in loop.loaders().values():
+                loader._progress.take_back_looks(whole=True)
         first = loop.first_epoch()
         if first > n:
             warn_of_done(n, first)
@@ -474,7 +478,8 @@ class Snapshot:
             # The snapshot does not know this rank. The key depends on the step, so its generators differ from those of
             # any process that had this rank before.
             seed_generators(derive_key(_KEY, content["seed"], ranks.rank, content["steps"]))
-        self.steps, self._agreement.next_step, self._due = content["steps"], NEVER, 0
+        self.steps = self._steps_at_load = content["steps"]
+        self._agreement.next_step, self._due = NEVER, 0
         self._owes_a_save = False
         if self._ledger is not None:
             self._ledger.begin(content["ledger"], self.steps)

@@ -773,6 +773,22 @@ class Progress:
 
     # --- the body of an epoch ---
 
+    def take_back_looks(self, whole: bool = False) -> None:
+        """A loop over epochs begins: what was read before it counts for nothing, unless an iterator goes on with it.
+
+        `whole`: epochs that were read to their ends, too; otherwise only what a pass has read that was left.
+        """
+        origin, loaded = self.origin, self.loaded
+        if origin is None or self.latest() is not None or not (whole or self.latest is self.waiting):
+            return
+        if not whole and origin.epoch != self.epoch:
+            if self.context.adapter.reach is Reach.STATES:
+                self._warn_of_one(f"the body of epochs goes on after it, at position {self.position}")
+                return
+            origin = self.place_at(self.epoch, 0)
+        self.put(origin)
+        self.origin, self.loaded = origin, loaded
+
     def enter_body(self, body: Body, continues: bool | None = None) -> None:
         """An epoch has been yielded.
 
@@ -784,10 +800,7 @@ class Progress:
         if continues is False:
             self.new_epoch = True
         elif continues and self.new_epoch:
-            self.new_epoch, reading = False, self.reading
-            looked = self.latest is self.waiting and self._abandoned  # not in a body
-            if looked and reading is not None and reading.steps == 1 and not reading.run.position:
-                self._warn_of_one(f"the body of epochs goes on after it, at position {self.position}")
+            self.new_epoch = False
         latest = self.latest()
         if latest is not None and (latest.interval is None or latest.interval.body is not body):
             latest.interval = body.begin(self._name, latest, older=True)

@@ -23,6 +23,7 @@ import midepoch
 from midepoch import MidepochError, MidepochWarning, Snapshot, SnapshotError
 from support import bodies, own_state_sources, sources
 from support.bodies import KilledError
+from support.law_sources import Carried
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 
@@ -379,13 +380,15 @@ def test_a_loop_that_runs_nothing_leaves_the_epoch_to_the_next(tmp_path: Path) -
     assert train() == [[batch] for epoch in epochs_of(shuffled(), 0, 3) for batch in epoch]
 
 
-@pytest.mark.parametrize("how", ["a pass that was left", "a seek", "the first epoch's snapshot"])
+@pytest.mark.parametrize("how", ["a pass that is kept", "a seek", "the first epoch's snapshot"])
 def test_an_epoch_begun_before_the_loop_ends_with_its_body(how: str, tmp_path: Path) -> None:
     path, whole = tmp_path / "snapshot.pt", epochs_of(shuffled(), 0, 3)
     loader = shuffled()
     snapshot = Snapshot(path, every=1, signals=(), data=loader)
-    if how == "a pass that was left":
-        assert len(sources.taken(loader, 2)) == 2
+    kept = None
+    if how == "a pass that is kept":
+        kept = iter(loader)
+        assert next(kept) is not next(kept)
     elif how == "a seek":
         loader.seek(position=8)
     else:
@@ -394,7 +397,8 @@ def test_an_epoch_begun_before_the_loop_ends_with_its_body(how: str, tmp_path: P
         loader = shuffled()
         snapshot = Snapshot(path, every=1, signals=(), data=loader)
     for epoch in snapshot.epochs(2):
-        assert [sources.plain(batch) for batch in loader] == whole[epoch][2 if epoch == 0 else 0 :]
+        assert [sources.plain(batch) for batch in kept or loader] == whole[epoch][2 if epoch == 0 else 0 :]
+        kept = None
         if epoch == 0:
             snapshot.step()  # put off to the body's end
         else:
@@ -529,14 +533,29 @@ def test_options_for_a_wrapped_loader_are_refused() -> None:
             midepoch.wrap(loader, **options)
 
 
+@pytest.mark.parametrize("looked", ["one batch", "two batches", "two epochs", "a resumed one"])
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_batch_taken_before_the_loop_is_told(saved: bool, tmp_path: Path) -> None:
-    loader = shuffled()
-    next(iter(loader))
-    epochs = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader).epochs if saved else loader.epochs
-    with pytest.warns(MidepochWarning, match=r"goes on after it, at position 4: .*loader\.peek"):
-        for _ in epochs(1):
-            list(loader)
+def test_what_was_looked_at_before_the_loop_comes_all_the_same(saved: bool, looked: str, tmp_path: Path) -> None:
+    """A sanity check of a few batches, statistics, a search for a learning rate: as if they had not been."""
+    loader, whole = shuffled(), epochs_of(shuffled(), 0, 3)
+    snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader)
+    if looked == "a resumed one":
+        loader.load_state_dict(sources.heads(shuffled, 2)[1])
+    for count in {"one batch": [1], "two epochs": [99, 99], "a resumed one": [1]}.get(looked, [2]):
+        sources.taken(loader, count)
+    whole[0] = whole[0][2 if looked == "a resumed one" else 0 :]
+    first = 2 if looked == "two epochs" and not saved else 0  # a loader alone counts its own
+    with warnings.catch_warnings(action="error"):
+        got = {epoch: sources.taken(loader) for epoch in (snapshot if saved else loader).epochs(3)}
+    assert got == {epoch: whole[epoch] for epoch in range(first, 3)}
+
+
+def test_where_a_look_before_the_loop_cannot_be_taken_back_it_is_told() -> None:
+    loader = midepoch.wrap(Carried(3, 0, 1))
+    sources.taken(loader)
+    sources.taken(loader, 1)
+    with pytest.warns(MidepochWarning, match=r"goes on after it, at position 1: .*loader\.peek"):
+        assert [sources.taken(loader) for _ in loader.epochs(2)] == [[[[1, 1]], [[2, 1]]]]
 
 
 def test_loader_epochs_beside_a_snapshot_names_its_epochs(tmp_path: Path) -> None:
