@@ -25,6 +25,7 @@ class EpochLoop:
         # process has left, whose passes may have been left on purpose.
         self.resumed: Record | None = None
         self.was_left = False
+        self._awaited: dict[str, bool] = {}  # of all bodies
         self._ended: Body | None = None  # the body before this one, in the same loop
         self._between = Record()  # of the loaders that are where an earlier body has left them, and read ahead
         self.read_at_save: tuple[str, int] | None = None  # the loader whose pass `save` took for one that is read
@@ -62,7 +63,7 @@ class EpochLoop:
         if any(each.body is not None for each in progress.values()):
             raise MidepochError(RUNNING)
         record = self._between if not first else self.resumed or Record()
-        body = Body(progress, record, self._ended, left=self.was_left)
+        body = Body(progress, record, self._ended, left=self.was_left, awaited=self._awaited)
         for name, each in progress.items():
             each.enter_body(body, name not in record.left if first else None)
         self.epoch, self.body, self.resumed, self.was_left = epoch, body, None, False

@@ -117,6 +117,7 @@ class Body:
         loaders: Mapping[str, _Progress],
         resumed: Record | None = None,  # of the snapshot from which the body is run again
         before: Body | None = None,  # the body before this one: passes that are still open continue
+        awaited: dict[str, bool] | None = None,  # of earlier loops
         left: bool = False,  # the record is of a body that this process has left, perhaps its passes on purpose
         alone: bool = False,  # there is no record: a state knows of one pass only
     ) -> None:
@@ -126,7 +127,7 @@ class Body:
         self.kept = Record() if resumed is None else copy.deepcopy(resumed)
         # By loader, in this body or before it: True if an iterator for the whole run reads it, False if such
         # passes were not taken up.
-        self.awaited: dict[str, bool] = {} if before is None else before.awaited
+        self.awaited: dict[str, bool] = ({} if before is None else before.awaited) if awaited is None else awaited
         self.clock = 0
         self.steps = (0, 0), (0, 0)  # the latest two: the clock, and how many batches were in flight
         # In the order of their beginnings; of the inner ones, those that are open.
@@ -229,7 +230,7 @@ class Body:
                 )
         # By now it is known what an inner pass has been; that it ended says nothing later.
         over = [each for each in self.intervals if each.ended is not None and all(each is not one for one in leads)]
-        for each in over:
+        for each in (each for each in over if not each.outlived):  # `read_on` tells of those
             self.intervals.remove(each)
             kept.left.append(each.name)
 
@@ -249,7 +250,8 @@ class Body:
         kept.open, kept.left = [each for each in kept.open if each not in gone], [*kept.left, *gone]
         kept.lead, kept.within = None, []
         for name in gone:
-            self.awaited.setdefault(name, False)
+            if not self.loaders[name].is_at_end:  # otherwise nothing was left of it
+                self.awaited.setdefault(name, False)
 
     # --- what follows from it ---
 

@@ -373,6 +373,7 @@ SHAPES: dict[str, Body] = {
     ),
     "continue": Body([3, 2], [Loop((0,)), Loop((1,))], skips=1),
     "an iterator for the whole run": Body([3, 5], [Loop((0,))], outside=1),
+    "an iterator over several loops over epochs": Body([3, 1], [Loop((0,), leaves=(1, "out")), Loop((0,))], outside=1),
 }
 
 
