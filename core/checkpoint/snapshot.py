@@ -120,6 +120,7 @@ class Snapshot:
         self._unfollowed = Unfollowed()
         self._told_of_witnesses: set[str] = set()  # loaders whose ranks do not see the same data
         self._due = 0  # the step at which `step` does more than count
+        self._in_flight = 0  # as the latest step had it, which was checked
         self._was_loaded, self._steps_at_load = False, 0
         self._owes_a_save = False  # to the end of the body
         # A whole run may be in an `except` clause. The exception's attributes stand for it: unlike itself they keep no
@@ -162,10 +163,11 @@ class Snapshot:
             SnapshotError: it could not be saved, or nobody knows whose batches are in flight. The previous snapshot is
                 intact.
         """
-        if in_flight or type(in_flight) is not int:  # now, not when a signal comes and nothing could be saved
+        if in_flight is not self._in_flight:  # now, not when a signal comes and nothing could be saved
             check_in_flight(in_flight)
             if in_flight > MOST_IN_FLIGHT:
                 raise ValueError(f"in_flight must be at most {MOST_IN_FLIGHT}, got {in_flight}")
+            self._in_flight = in_flight
         self.steps += 1
         body = self._loop.body
         if body is not None:
