@@ -7,7 +7,7 @@ first batch to its end on one clock, which ticks when a pass begins, takes a bat
    are inner. Passes begun in an earlier body are neither, nor are those of an iterator for the whole run: one that was
    made before the loop and first read in a body, and those over the same loader that follow it.
 2. A pass lives until it ends. If batches were in flight when it was read to its end, it lives until a step reports
-   none, or no fewer than the step before.
+   none, or no fewer than the step before. If no step came before its end, and no other pass, the first one tells.
 3. At a resume, leads whose life is over are empty; inner passes are not counted.
 4. All open passes continue; the living lead starts as many batches earlier as are in flight.
 5. A saved pass that the body, run again, has not continued is dropped: an inner one when the lead ends, any other at
@@ -219,6 +219,10 @@ class Body:
                 elif others or 0 < before <= in_flight:
                     each.settled = each.ended
         (leads, lead), kept = _leads_of(self.intervals), self.kept
+        if in_flight and lead is None and leads == self.intervals and len(leads) == 1:
+            only = leads[0]
+            if only.exhausted and previous < only.began < only.took:  # all of it was read before its first step
+                only.in_flight, lead = True, only
         if in_flight and lead is not None and lead.name not in kept.ahead:
             kept.ahead.append(lead.name)
         if not kept.unknown:
@@ -353,7 +357,8 @@ def _unknown_from(intervals: Sequence[Interval], previous: int, in_flight: int) 
     inner = [each for each in intervals if not each.older and all(each is not one for one in leads)]
     opened = [each for each in inner if each.ended is None]
     if in_flight and lead is None and not any(each.older and each.ended is None for each in intervals):
-        return f"in_flight={in_flight}, but no pass is read: these batches may be of any that has ended"
+        of_any = "these batches may be of any that has ended (it is known if less than an epoch is read ahead)"
+        return f"in_flight={in_flight}, but no pass is read: {of_any}"
     if in_flight and lead is not None and opened:
         return f"in_flight={in_flight} while {lead.name} and {opened[0].name} are both read"
     for each in inner:

@@ -168,11 +168,32 @@ def test_what_is_in_flight_of_nobody_knows_whom_is_told(tmp_path: Path) -> None:
     for _ in snapshot.epochs(1):
         batches = list(train)
         list(validation)
-        with pytest.warns(MidepochWarning, match="cannot be resumed: in_flight=5, but no pass is read"):
+        with pytest.warns(MidepochWarning, match="in_flight=5, but no pass is read.* less than an epoch"):
             snapshot.step(len(batches) - 1)
         break
     with pytest.raises(SnapshotError, match=r"cannot be resumed: in_flight=5.*midepoch\.combine"):
         Snapshot(path, signals=(), train=shuffled(), validation=shuffled()).load()
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5, 7, 11])
+def test_all_of_the_only_pass_may_be_read_ahead(steps: int, tmp_path: Path) -> None:
+    """So that it has ended before the first step tells of batches in flight, which can be of no other pass."""
+
+    def trained(steps: int = 0) -> list[Any]:
+        loader, seen = shuffled(), list[Any]()
+        snapshot = Snapshot(tmp_path / "snapshot.pt", every=1, signals=(), data=loader)
+        for epoch in snapshot.epochs(2):
+            for batch, in_flight in bodies.ahead(loader, 9):
+                seen.append((epoch, sources.plain(batch)))
+                snapshot.step(in_flight)
+                if len(seen) == steps:
+                    return seen
+        return seen
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        seen = [*trained(steps), *trained()]
+    assert seen == [(epoch, batch) for epoch, batches in enumerate(epochs_of(shuffled(), 0, 2)) for batch in batches]
 
 
 # --- when it is saved ---
