@@ -339,7 +339,7 @@ def _status(arguments: list[str]) -> int:
 
 def _main() -> None:
     address, modules = sys.argv[1], sys.argv[2:]
-    sys.path.insert(1, str(Path(__file__).parents[1]))  # the first is that of what runs
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     for module in modules:
         with contextlib.suppress(Exception):  # whoever needs it is told
             importlib.import_module(module)

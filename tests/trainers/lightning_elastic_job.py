@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-from lightning_runs import Recorder
 from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch.trainers.lightning import ExactResume
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lightning_runs import Recorder
+
 from support import jobs
 
 SIZE, GLOBAL_BATCH = 72, 12
