@@ -630,7 +630,7 @@ if __name__ == "__main__":
     loader = midepoch.wrap(make(workers) if make else DataLoader(Slow(), batch_size=4, **workers), seed=0)
     snapshot = midepoch.Snapshot(path, data=loader)
     if way == "start":
-        os.register_at_fork(after_in_child=lambda: (print("forked", flush=True), time.sleep(1)))
+        os.register_at_fork(after_in_child=lambda: (os.write(1, b"forked\\n"), time.sleep(1)))  # a line at once
     for batch in loader:
         time.sleep(0.02)
         snapshot.step()
