@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..errors import SnapshotError
+from ..errors import SnapshotError, warn
 from ..loader.body import Record
 
 __all__ = ["joined_records", "read_record"]
@@ -35,7 +35,10 @@ def joined_records(of_ranks: Sequence[Record], unfinished: Iterable[str] = ()) -
     for name in unfinished:
         if most.empty.get(name) and name not in most.open:
             empty = {**most.empty, name: most.empty[name] - 1}
-            why = f"batches of {name} were not finished, and {most.lead} was read" if most.lead is not None else ""
+            why = ""
+            if most.lead is not None:
+                why = f"{most.lead} was read while tickets of {name} were open (finish them before it)"
+                warn(f"the snapshot that is saved now cannot be resumed: {why}")
             most, left = replace(most, empty=empty, open=[*most.open, name], lead=name, unknown=why), left - {name}
     return replace(
         most,
