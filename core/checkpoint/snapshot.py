@@ -252,8 +252,8 @@ class Snapshot:
 
         An epoch ends with the loop's body, not with the last batch of a pass. So a run that is killed in `validate`
         resumes in the same epoch, and runs what follows the pass. Passes that had ended are then empty. The body may
-        make any passes over any of the loaders, in the same order each time. What was read before the loop without a
-        `step`, as a sanity check, counts for nothing, unless its iterator is kept.
+        make any passes over any of the loaders, in the same order each time. What a pass that was left has read before
+        the loop, without a `step` or a `save`, counts for nothing, as a sanity check does.
 
         Args:
             n: the number of epochs in all, those before a resume included.
@@ -278,7 +278,7 @@ class Snapshot:
             )
         if loop.epoch is None and self.steps == self._steps_at_load:  # nothing was trained on before this loop
             for loader in loop.loaders().values():
-                loader._progress.take_back_looks(whole=True)
+                loader._progress.take_back_look()
         first = loop.first_epoch()
         if first > n:
             warn_of_done(n, first)
@@ -400,7 +400,7 @@ class Snapshot:
             raise SnapshotError(f"{self.path} was not saved, and the previous snapshot is unchanged: {problem}") from (
                 cause if ranks.rank == 0 else None
             )
-        self._file.claimed = True
+        self._file.claimed, self._steps_at_load = True, -1  # something was trained on
 
     # --- loading ---
 

@@ -5,7 +5,7 @@ first batch to its end on one clock, which ticks when a pass begins, takes a bat
 
 1. The first pass begun in a body is a *lead*; the next lead is the first one begun after that one's life. All others
    are inner. Passes begun in an earlier body are neither, nor are those of an iterator for the whole run: one that was
-   made before the loop and first read in a body, and those over the same loader that follow it.
+   made before the loop and first read in a body, and those that are begun where it ends.
 2. A pass lives until it ends. If batches were in flight when it was read to its end, it lives until a step reports
    none, or no fewer than the step before. If no step came before its end, and no other pass, the first one tells.
 3. At a resume, leads whose life is over are empty; inner passes are not counted.
@@ -152,6 +152,11 @@ class Body:
         """A pass has begun that gives nothing."""
         self.kept.empty[name] -= 1
         self._add(Interval(name, self._tick(), self.clock, self._tick(), exhausted=True))
+
+    def restarts(self, name: str) -> bool:
+        """Whether the next pass over this loader is of an iterator for the whole run, which has just ended."""
+        just_ended = (each.older and each.ended is not None for each in self.intervals if each.name == name)
+        return self.awaited.get(name, False) and any(just_ended)
 
     def before_begin(self, name: str) -> None:
         """A pass is about to begin: by rule 5, what the body has gone past is left."""

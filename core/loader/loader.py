@@ -579,7 +579,6 @@ class Loader(Generic[Batch]):
         In the body, a state saved after the last batch is still at the end of that epoch: a run that resumes there gets
         the same epoch again, with an empty pass, and runs the rest of the body. Before a state is saved as the last
         thing in the body, call ``loader.seek(epoch=epoch + 1)``. `Snapshot.epochs` is the same for several loaders.
-        What a pass that was left has read before the loop counts for nothing.
 
         Args:
             n: the number of epochs in all, those before a resume included.
@@ -594,7 +593,6 @@ class Loader(Generic[Batch]):
     def _each_epoch(self, n: int) -> Iterator[int]:
         if self._progress.body is not None:
             raise MidepochError(RUNNING)
-        self._progress.take_back_looks()
         if self.epoch > n:
             warn_of_done(n, self.epoch)
         continues: bool | None = True  # also if an earlier loop was left

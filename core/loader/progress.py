@@ -639,7 +639,9 @@ class Progress:
             older, outlived = this.made_in is not body, this.made_in not in (None, body)
             if this.made_in is None:
                 body.awaited[self._name] = True
-            this.interval = body.begin(self._name, this, older or body.awaited.get(self._name, False), outlived)
+            elif not older and not (older := body.restarts(self._name)) and body.awaited.get(self._name):
+                del body.awaited[self._name]  # the body makes its own
+            this.interval = body.begin(self._name, this, older, outlived)
             self.latest = this.interval.user
 
     def end_pass(self) -> None:
@@ -773,18 +775,14 @@ class Progress:
 
     # --- the body of an epoch ---
 
-    def take_back_looks(self, whole: bool = False) -> None:
-        """A loop over epochs begins: what was read before it counts for nothing, unless an iterator goes on with it.
-
-        `whole`: epochs that were read to their ends, too; otherwise only what a pass has read that was left.
-        """
+    def take_back_look(self) -> None:
+        """A loop over epochs begins: what a pass that was left has read counts for nothing."""
         origin, loaded = self.origin, self.loaded
-        if origin is None or self.latest() is not None or not (whole or self.latest is self.waiting):
+        if origin is None or self.latest is not self.waiting or not self._abandoned:
             return
-        if not whole and origin.epoch != self.epoch:
+        if origin.epoch != self.epoch:
             if self.context.adapter.reach is Reach.STATES:
-                self._warn_of_one(f"the body of epochs goes on after it, at position {self.position}")
-                return
+                return  # it cannot go back
             origin = self.place_at(self.epoch, 0)
         self.put(origin)
         self.origin, self.loaded = origin, loaded
@@ -800,7 +798,10 @@ class Progress:
         if continues is False:
             self.new_epoch = True
         elif continues and self.new_epoch:
-            self.new_epoch = False
+            self.new_epoch, reading = False, self.reading
+            looked = self.latest is self.waiting and self._abandoned  # not in a body
+            if looked and reading is not None and reading.steps == 1 and not reading.run.position:
+                self._warn_of_one(f"the body of epochs goes on after it, at position {self.position}")
         latest = self.latest()
         if latest is not None and (latest.interval is None or latest.interval.body is not body):
             latest.interval = body.begin(self._name, latest, older=True)

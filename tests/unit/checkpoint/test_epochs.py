@@ -23,7 +23,6 @@ import midepoch
 from midepoch import MidepochError, MidepochWarning, Snapshot, SnapshotError
 from support import bodies, own_state_sources, sources
 from support.bodies import KilledError
-from support.law_sources import Carried
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 
@@ -554,29 +553,71 @@ def test_options_for_a_wrapped_loader_are_refused() -> None:
             midepoch.wrap(loader, **options)
 
 
-@pytest.mark.parametrize("looked", ["one batch", "two batches", "two epochs", "a resumed one"])
-@pytest.mark.parametrize("saved", [False, True])
-def test_what_was_looked_at_before_the_loop_comes_all_the_same(saved: bool, looked: str, tmp_path: Path) -> None:
-    """A sanity check of a few batches, statistics, a search for a learning rate: as if they had not been."""
+@pytest.mark.parametrize("looked", ["one batch", "two batches", "in a second epoch", "a resumed one"])
+def test_what_was_looked_at_before_the_loop_comes_all_the_same(looked: str, tmp_path: Path) -> None:
+    """A sanity check of a few batches, or statistics: as if they had not been read."""
     loader, whole = shuffled(), epochs_of(shuffled(), 0, 3)
     snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader)
     if looked == "a resumed one":
         loader.load_state_dict(sources.heads(shuffled, 2)[1])
-    for count in {"one batch": [1], "two epochs": [99, 99], "a resumed one": [1]}.get(looked, [2]):
+        whole[0] = whole[0][2:]
+    first = looked == "in a second epoch"
+    for count in [99, 2] if first else [1 if looked == "one batch" else 2]:
         sources.taken(loader, count)
-    whole[0] = whole[0][2 if looked == "a resumed one" else 0 :]
-    first = 2 if looked == "two epochs" and not saved else 0  # a loader alone counts its own
     with warnings.catch_warnings(action="error"):
-        got = {epoch: sources.taken(loader) for epoch in (snapshot if saved else loader).epochs(3)}
+        got = {epoch: sources.taken(loader) for epoch in snapshot.epochs(3)}
     assert got == {epoch: whole[epoch] for epoch in range(first, 3)}
 
 
-def test_where_a_look_before_the_loop_cannot_be_taken_back_it_is_told() -> None:
-    loader = midepoch.wrap(Carried(3, 0, 1))
-    sources.taken(loader)
-    sources.taken(loader, 1)
-    with pytest.warns(MidepochWarning, match=r"goes on after it, at position 1: .*loader\.peek"):
-        assert [sources.taken(loader) for _ in loader.epochs(2)] == [[[[1, 1]], [[2, 1]]]]
+@pytest.mark.parametrize("how", ["a step", "a save", "another loop", "a loop that was left"])
+def test_what_was_trained_on_before_the_loop_counts(how: str, tmp_path: Path) -> None:
+    loader, whole = shuffled(), epochs_of(shuffled(), 0, 2)
+    snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader)
+    if how == "another loop":
+        assert [sources.taken(loader) for _ in loader.epochs(1)] == whole[:1]
+    elif how == "a loop that was left":
+        for _ in loader.epochs(1):
+            sources.taken(loader, 2)
+            break
+    else:
+        for _ in itertools.islice(loader, 2):
+            (snapshot.step if how == "a step" else snapshot.save)()
+    rest = {1: whole[1]} if how == "another loop" else {0: whole[0][2:], 1: whole[1]}
+    assert {epoch: sources.taken(loader) for epoch in snapshot.epochs(2)} == rest
+
+
+def test_a_batch_taken_before_a_loaders_own_loop_is_told() -> None:
+    loader = shuffled()
+    next(iter(loader))
+    with pytest.warns(MidepochWarning, match=r"goes on after it, at position 4: .*loader\.peek"):
+        for _ in loader.epochs(1):
+            list(loader)
+
+
+def test_passes_that_bodies_make_after_an_iterator_of_an_earlier_loop(tmp_path: Path) -> None:
+    def live(steps: int = 99) -> list[Any]:
+        loader, read = midepoch.wrap([[1], [2], [3]], seed=0), list[Any]()
+        snapshot = Snapshot(tmp_path / "snapshot.pt", every=1, signals=(), data=loader)
+        batches: Any = iter(loader)
+        with contextlib.suppress(KilledError):
+            for stage in (1, 2):
+                for epoch in snapshot.epochs(stage):
+                    for name in ["warm up"] if epoch == 0 else ["train", "evaluate"]:
+                        for batch in batches if epoch == 0 else loader:
+                            read.append((epoch, name, batch))
+                            snapshot.step()
+                            if len(read) == steps:
+                                raise KilledError
+        return read
+
+    whole = live()
+    assert len(whole) == 9
+    for steps in range(1, 9):
+        (tmp_path / "snapshot.pt").unlink()
+        (tmp_path / "snapshot.pt.1").unlink(missing_ok=True)
+        assert live(steps) == whole[:steps]
+        rest = live()
+        assert rest == whole[len(whole) - len(rest) :] and len(rest) in (9 - steps, 10 - steps), steps
 
 
 def test_loader_epochs_beside_a_snapshot_names_its_epochs(tmp_path: Path) -> None:
