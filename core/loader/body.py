@@ -153,11 +153,6 @@ class Body:
         self.kept.empty[name] -= 1
         self._add(Interval(name, self._tick(), self.clock, self._tick(), exhausted=True))
 
-    def restarts(self, name: str) -> bool:
-        """Whether the next pass over this loader is of an iterator for the whole run, which has just ended."""
-        just_ended = (each.older and each.ended is not None for each in self.intervals if each.name == name)
-        return self.awaited.get(name, False) and any(just_ended)
-
     def before_begin(self, name: str) -> None:
         """A pass is about to begin: by rule 5, what the body has gone past is left."""
         kept = self.kept
@@ -239,7 +234,7 @@ class Body:
                 )
         # By now it is known what an inner pass has been; that it ended says nothing later.
         over = [each for each in self.intervals if each.ended is not None and all(each is not one for one in leads)]
-        for each in (each for each in over if not each.outlived):  # `read_on` tells of those
+        for each in (each for each in over if not each.older):  # `read_on` and `leave` ask for those
             self.intervals.remove(each)
             kept.left.append(each.name)
 
@@ -249,6 +244,10 @@ class Body:
             self.steps = self.steps[1], (self._tick(), 0)
             self.look()
         self._leave_rests()
+        last = {each.name: each.ended for each in self.intervals if each.older}
+        for name, ended in last.items():
+            if ended is not None and self.awaited.get(name):  # it was told that it has ended, and nothing follows it
+                del self.awaited[name]
 
     def _leave_rests(self) -> None:
         """By rule 5: the next passes over these loaders begin new epochs."""

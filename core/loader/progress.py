@@ -639,9 +639,7 @@ class Progress:
             older, outlived = this.made_in is not body, this.made_in not in (None, body)
             if this.made_in is None:
                 body.awaited[self._name] = True
-            elif not older and not (older := body.restarts(self._name)) and body.awaited.get(self._name):
-                del body.awaited[self._name]  # the body makes its own
-            this.interval = body.begin(self._name, this, older, outlived)
+            this.interval = body.begin(self._name, this, older or body.awaited.get(self._name, False), outlived)
             self.latest = this.interval.user
 
     def end_pass(self) -> None:
