@@ -143,7 +143,7 @@ def test_an_index_would_take_both_and_show_the_readme(distributions: Path) -> No
     assert done.returncode == 0 and done.stdout.count("PASSED") == 2, done.stdout + done.stderr
 
 
-def test_an_import_of_the_wheel_alone_loads_no_backend_and_no_adapter(distributions: Path, tmp_path: Path) -> None:
+def test_an_import_of_the_wheel_loads_no_backend_and_no_adapter(distributions: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(only(distributions, "*.whl")) as wheel:
         wheel.extractall(tmp_path)
     code = "import sys, midepoch\nprint(*sys.modules)\nimport midepoch.adapters\n"

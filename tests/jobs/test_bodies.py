@@ -142,7 +142,7 @@ def test_an_endless_iterator_over_epochs_is_exact_or_told(name: str, first: int,
 
 
 @pytest.mark.filterwarnings("default::midepoch.MidepochWarning")
-def test_an_endless_generator_is_told_where_it_restarts_in_each_body(tmp_path: Path) -> None:
+def test_an_endless_generator_is_told_where_it_restarts(tmp_path: Path) -> None:
     def train(make: bodies.Make, log: bodies.Log, epochs: int) -> None:
         labelled, unlabelled = bodies.loader(8, 2), bodies.loader(6, 2, 2)
         snapshot, endless = make(log=log, labelled=labelled, unlabelled=unlabelled), bodies.cycle(unlabelled)

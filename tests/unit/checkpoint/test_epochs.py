@@ -554,7 +554,7 @@ def test_options_for_a_wrapped_loader_are_refused() -> None:
 
 
 @pytest.mark.parametrize("looked", ["one batch", "two batches", "in a second epoch", "a resumed one"])
-def test_what_was_looked_at_before_the_loop_comes_all_the_same(looked: str, tmp_path: Path) -> None:
+def test_what_was_looked_at_before_the_loop_comes_again(looked: str, tmp_path: Path) -> None:
     """A sanity check of a few batches, or statistics: as if they had not been read."""
     loader, whole = shuffled(), epochs_of(shuffled(), 0, 3)
     snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader)
@@ -594,7 +594,7 @@ def test_a_batch_taken_before_a_loaders_own_loop_is_told() -> None:
             list(loader)
 
 
-def test_passes_that_bodies_make_after_an_iterator_of_an_earlier_loop(tmp_path: Path) -> None:
+def test_passes_of_bodies_after_an_iterator_of_another_loop(tmp_path: Path) -> None:
     def live(steps: int = 99) -> list[Any]:
         loader, read = midepoch.wrap([[1], [2], [3]], seed=0), list[Any]()
         snapshot = Snapshot(tmp_path / "snapshot.pt", every=1, signals=(), data=loader)

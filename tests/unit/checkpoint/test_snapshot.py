@@ -283,7 +283,7 @@ def test_an_edited_file_is_refused(tmp_path: Path) -> None:
         check_refused(path, message, MidepochError)
 
 
-def test_a_packed_snapshot_and_a_record_like_a_folder_are_refused(tmp_path: Path) -> None:
+def test_a_packed_snapshot_or_a_folder_in_it_is_refused(tmp_path: Path) -> None:
     """Packed records may take a thousand times their bytes. For a folder torch gives what happens to lie in memory."""
     path = tmp_path / "snapshot.pt"
     saved(path)
@@ -519,7 +519,7 @@ class WithState(torch.nn.Linear):
         (torch.nn.Linear(2, 2), WithState(None)),
     ],
 )  # fmt: skip
-def test_extra_state_that_does_not_fit_leaves_everything_as_it_was(before: Any, after: Any, tmp_path: Path) -> None:
+def test_extra_state_that_does_not_fit_changes_nothing(before: Any, after: Any, tmp_path: Path) -> None:
     def parts(model: Any) -> dict[str, Any]:
         return {"loader": midepoch.wrap(DataLoader(sources.Indices(9)), seed=0), "model": model}
 

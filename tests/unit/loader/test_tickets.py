@@ -323,7 +323,7 @@ def test_an_order_without_an_end_has_tickets() -> None:
 
 
 @pytest.mark.parametrize("at", [4, 5, 6])
-def test_what_is_open_when_a_signal_ends_an_epochs_last_steps_comes_again(at: int, tmp_path: Path) -> None:
+def test_what_is_open_when_a_signal_ends_an_epoch_comes_again(at: int, tmp_path: Path) -> None:
     """The pass has given all six batches, and two of them are not finished."""
 
     def life(signal_at: int = 0) -> list[int]:

@@ -452,7 +452,7 @@ def test_a_forked_process_waits_for_no_thread_it_lacks(monkeypatch: pytest.Monke
     assert forked.exitcode == 0
 
 
-def test_a_forked_process_reads_what_a_thread_reads_at_that_moment() -> None:
+def test_a_forked_process_reads_while_a_thread_reads() -> None:
     """The thread's turn is not the child's to end."""
     read, forked_there = Streams(), threading.Event()
 
