@@ -48,9 +48,12 @@ class EpochLoop:
         self.resumed = replace(record, ends=record.ends or at_end)
         self.epoch, self.was_left, self._between = None, False, Record()
 
-    def first_epoch(self) -> int:
-        """The epoch with which a loop begins that is begun now."""
+    def first_epoch(self, is_trained: bool) -> int:
+        """The epoch with which a loop begins that is begun now. `is_trained`: on what was read since the last one."""
+        looks = [] if is_trained else [loader._progress.take_back_look() for loader in self.loaders().values()]
         epoch = self.epoch if self.resumed is None or self.epoch is not None else self.resumed.epoch
+        if epoch is None and looks and looks[0] is not None:
+            return looks[0].epoch
         return next((loader.epoch for loader in self.loaders().values()), 0) if epoch is None else epoch
 
     def begin(self, epoch: int, first: bool) -> None:
@@ -63,9 +66,10 @@ class EpochLoop:
         if any(each.body is not None for each in progress.values()):
             raise MidepochError(RUNNING)
         record = self._between if not first else self.resumed or Record()
+        continues = first and (self.resumed is not None or self.epoch is None)  # not after a loop that came to its end
         body = Body(progress, record, self._ended, left=self.was_left, awaited=self._awaited)
         for name, each in progress.items():
-            each.enter_body(body, name not in record.left if first else None)
+            each.enter_body(body, name not in record.left if continues else None)
         self.epoch, self.body, self.resumed, self.was_left = epoch, body, None, False
 
     def finish(self, body: Body) -> None:

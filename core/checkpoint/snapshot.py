@@ -121,7 +121,7 @@ class Snapshot:
         self._told_of_witnesses: set[str] = set()  # loaders whose ranks do not see the same data
         self._due = 0  # the step at which `step` does more than count
         self._in_flight = 0  # as the latest step had it, which was checked
-        self._was_loaded, self._steps_at_load = False, 0
+        self._was_loaded, self._steps_before = False, 0
         self._owes_a_save = False  # to the end of the body
         # A whole run may be in an `except` clause. The exception's attributes stand for it: unlike itself they keep no
         # frame alive, and as long as they exist no other exception has the same.
@@ -252,8 +252,8 @@ class Snapshot:
 
         An epoch ends with the loop's body, not with the last batch of a pass. So a run that is killed in `validate`
         resumes in the same epoch, and runs what follows the pass. Passes that had ended are then empty. The body may
-        make any passes over any of the loaders, in the same order each time. What a pass that was left has read before
-        the loop, without a `step` or a `save`, counts for nothing, as a sanity check does.
+        make any passes over any of the loaders, in the same order each time. What was read outside of such a loop, for
+        a sanity check or a mean, counts for nothing if no `step` or `save` followed.
 
         Args:
             n: the number of epochs in all, those before a resume included.
@@ -276,10 +276,7 @@ class Snapshot:
                 f"the body that was left cannot be resumed: {loop.resumed.unknown}. Start this process again, "
                 "which resumes from the snapshot, and read the loaders as one, with midepoch.combine"
             )
-        if loop.epoch is None and self.steps == self._steps_at_load:  # nothing was trained on before this loop
-            for loader in loop.loaders().values():
-                loader._progress.take_back_look()
-        first = loop.first_epoch()
+        first = loop.first_epoch(is_trained=self.steps != self._steps_before)
         if first > n:
             warn_of_done(n, first)
         try:
@@ -296,6 +293,7 @@ class Snapshot:
                 what = "the body of epoch %s was left before its end, to which a save was put off: %s is unchanged"
                 _logger.warning(what, loop.epoch, self.path)
             loop.leave()
+            self._steps_before = self.steps
 
     def _end_body(self, epoch: int) -> None:
         """The body of an epoch has ended. Save what was put off, and leave if a signal was received."""
@@ -400,7 +398,7 @@ class Snapshot:
             raise SnapshotError(f"{self.path} was not saved, and the previous snapshot is unchanged: {problem}") from (
                 cause if ranks.rank == 0 else None
             )
-        self._file.claimed, self._steps_at_load = True, -1  # something was trained on
+        self._file.claimed, self._steps_before = True, -1  # something was trained on
 
     # --- loading ---
 
@@ -480,7 +478,7 @@ class Snapshot:
             # The snapshot does not know this rank. The key depends on the step, so its generators differ from those of
             # any process that had this rank before.
             seed_generators(derive_key(_KEY, content["seed"], ranks.rank, content["steps"]))
-        self.steps = self._steps_at_load = content["steps"]
+        self.steps = self._steps_before = content["steps"]
         self._agreement.next_step, self._due = NEVER, 0
         self._owes_a_save = False
         if self._ledger is not None:

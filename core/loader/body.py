@@ -28,8 +28,10 @@ from typing import Any, Protocol
 
 from ..errors import warn
 
-__all__ = ["RUNNING", "Body", "Interval", "Record", "check_epochs", "warn_of_done"]
+__all__ = ["ALONE", "RUNNING", "Body", "Interval", "Record", "check_epochs", "warn_of_done"]
 
+ALONE = "the loader"
+"""The name of a loader in a body of its own loop."""
 RUNNING = (
     "a loop over epochs is running already: leave it before the next one. If `break` or an exception has left it, "
     "something still holds its iterator (a variable, a progress bar): call close() on what epochs() has returned"
@@ -119,9 +121,8 @@ class Body:
         before: Body | None = None,  # the body before this one: passes that are still open continue
         awaited: dict[str, bool] | None = None,  # of earlier loops
         left: bool = False,  # the record is of a body that this process has left, perhaps its passes on purpose
-        alone: bool = False,  # there is no record: a state knows of one pass only
     ) -> None:
-        self.loaders, self.left, self.alone = loaders, left, alone
+        self.loaders, self.left = loaders, left
         # What a record has besides: what the resumed body had open, and this one has not come to yet; the loaders that
         # are read ahead; those over which passes have ended; what intervals could not tell.
         self.kept = Record() if resumed is None else copy.deepcopy(resumed)
@@ -186,12 +187,21 @@ class Body:
     def _add(self, interval: Interval) -> None:
         self.intervals.append(interval)
         interval.body = self if interval.ended is None else None
-        own = [each for each in self.intervals if each.name == interval.name and not each.older]
-        if self.alone and not interval.older and len(own) == 2 and own[0].ended is not None:
+        if self.alone and not interval.older and self.passes == 2:
             warn(
                 "this is a second pass over the loader in one body of loader.epochs, and a state does not say in "
                 "which pass it was saved: use midepoch.Snapshot and snapshot.epochs, or one pass an epoch",
             )
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no record: a state knows of one pass only."""
+        return ALONE in self.loaders
+
+    @property
+    def passes(self) -> int:
+        """How many have begun that are its own, where it is alone."""
+        return sum(not each.older for each in self.intervals)
 
     def end(self, interval: Interval, exhausted: bool) -> None:
         """A pass was told that it has no more batches, or was closed or freed."""

@@ -18,7 +18,7 @@ from ..state.format import State
 from ..state.parts import part_of
 from ..world import MicroShare, Share, World
 from .adapter import Adapter, Options, Reach
-from .body import RUNNING, Body, check_epochs, warn_of_done
+from .body import ALONE, RUNNING, Body, check_epochs, warn_of_done
 from .capabilities import Capabilities, Capability
 from .context import RunContext
 from .place import Place, Unknown
@@ -29,8 +29,6 @@ from .states import States
 from .tickets import Ticket
 
 __all__ = ["Loader"]
-
-_ALONE = "the loader"  # its name in a body of its own
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault  # Python has it from 3.13 on
@@ -591,20 +589,27 @@ class Loader(Generic[Batch]):
         return self._each_epoch(n)
 
     def _each_epoch(self, n: int) -> Iterator[int]:
-        if self._progress.body is not None:
+        progress = self._progress
+        if progress.body is not None:
             raise MidepochError(RUNNING)
-        if self.epoch > n:
-            warn_of_done(n, self.epoch)
+        if (epoch := self.epoch) > n:
+            warn_of_done(n, epoch)
+        if progress.looked is not None and progress.looked[0][:2] != (epoch, self.position):
+            warn(
+                f"batches were read before loader.epochs, which goes on after them, at position {self.position} of "
+                f"epoch {epoch}: to look at some, wrap the source once more, or call loader.peek()"
+            )
         continues: bool | None = True  # also if an earlier loop was left
         body: Body | None = None
         try:
-            while (epoch := self.epoch) < n:
-                body = Body({_ALONE: self._progress}, before=body, alone=True)
-                self._progress.enter_body(body, continues)
+            while epoch < n:
+                body = Body({ALONE: progress}, before=body)
+                progress.enter_body(body, continues)
                 yield epoch
                 body.leave()
-                self._progress.leave_body(epoch)
+                progress.leave_body(epoch)
+                epoch = epoch + 1 if body.passes > 1 else self.epoch
                 continues = None
         finally:
-            if self._progress.body is body:  # not that of a loop which began before this one was freed
-                self._progress.body = None
+            if progress.body is body:  # not that of a loop which began before this one was freed
+                progress.body = None

@@ -130,6 +130,8 @@ class Progress:
         self.spent: Reading | None = None  # of a pass that was given its last batch, and was not told that it has ended
         self.latest: Any = _none  # a reference to the latest pass, until that has been told that it has ended
         self.waiting: Any = _none  # likewise, to the latest pass whose iterator was made outside of a body
+        # The place, and `new_epoch`, before the first pass outside of a body since a load, a seek or a body.
+        self.looked: tuple[Place, bool] | None = None
         self.failed: list[str] = []  # why the batches after the place could not be read, since a batch was handed out
         # The places before the latest batches.
         self.history: History = deque(maxlen=(0 if adapter.facts.remembers else remember) or MOST_IN_FLIGHT)
@@ -390,7 +392,7 @@ class Progress:
             if reading is not None:
                 reading.close()
         self.spent = self.reading = None
-        self.place, self.loaded, self.new_epoch = place, None, False
+        self.place, self.loaded, self.new_epoch, self.looked = place, None, False, None
         self.context.tickets.clear()
         self.history.clear()
         self.failed.clear()
@@ -620,6 +622,8 @@ class Progress:
             body.before_begin(self._name)
         if self.spent is not None:
             self.finish()
+        if body is None and self.looked is None:
+            self.looked = self.place if self.reading is None else self.where(), self.new_epoch
         if self.new_epoch and (self.has_begun or self.is_at_end):
             steps = 0 if self.reading is None else self.reading.steps
             # In a body, a pass may be left on purpose, and the next one may be that of a later line.
@@ -629,7 +633,10 @@ class Progress:
                     "to continue instead, keep the iterator, or load loader.state_dict()",
                 )
             elif steps == 1:
-                self._warn_of_one("the next one begins another epoch")
+                warn(
+                    "a pass was given up after its first batch, and the next one begins another epoch: to look at a "
+                    "batch, use loader.peek(), which gives nothing up"
+                )
             self.end_epoch()
         self.failed.clear()  # only who asks the same iterator again continues after a batch that failed
         this.phase = Phase.RUNNING
@@ -649,13 +656,6 @@ class Progress:
             latest.phase, latest.reading = Phase.ENDED, None
             if latest.interval is not None and self.body is not None:
                 self.body.end(latest.interval, exhausted=True)
-
-    def _warn_of_one(self, follows: str) -> None:
-        """Warn of what `next(iter(loader))` takes."""
-        warn(
-            f"a pass was given up after its first batch, and {follows}: to look at a batch, use loader.peek(), which "
-            "gives nothing up",
-        )
 
     # --- the end of the source, and its errors ---
 
@@ -773,17 +773,21 @@ class Progress:
 
     # --- the body of an epoch ---
 
-    def take_back_look(self) -> None:
-        """A loop over epochs begins: what a pass that was left has read counts for nothing."""
-        origin, loaded = self.origin, self.loaded
-        if origin is None or self.latest is not self.waiting or not self._abandoned:
-            return
-        if origin.epoch != self.epoch:
-            if self.context.adapter.reach is Reach.STATES:
-                return  # it cannot go back
-            origin = self.place_at(self.epoch, 0)
-        self.put(origin)
-        self.origin, self.loaded = origin, loaded
+    def take_back_look(self) -> Place | None:
+        """A loop over epochs begins: what was read outside of one since the last counts for nothing, if that is over.
+
+        Returns:
+            Where that began; None if there is nothing of the kind.
+        """
+        if self.looked is None:
+            return None
+        (place, new_epoch), origin, loaded = self.looked, self.origin, self.loaded
+        if origin is not None and origin[:2] == place[:2]:
+            place = origin  # with the detail that its first session was opened with
+        if self.latest() is None and self.context.tickets.epoch is None and not isinstance(place.detail, Unknown):
+            self.put(place)
+            self.origin, self.loaded, self.new_epoch = origin, loaded, new_epoch
+        return place
 
     def enter_body(self, body: Body, continues: bool | None = None) -> None:
         """An epoch has been yielded.
@@ -792,15 +796,12 @@ class Progress:
             body: the new one.
             continues: whether its first pass continues where the loader is; None: as if there were no body.
         """
-        self.body = body
-        if continues is False:
+        latest, looked = self.latest(), self.looked is not None
+        self.body, self.looked = body, None
+        if continues is False or (looked and latest is not None):  # whoever holds the pass reads its rest
             self.new_epoch = True
-        elif continues and self.new_epoch:
-            self.new_epoch, reading = False, self.reading
-            looked = self.latest is self.waiting and self._abandoned  # not in a body
-            if looked and reading is not None and reading.steps == 1 and not reading.run.position:
-                self._warn_of_one(f"the body of epochs goes on after it, at position {self.position}")
-        latest = self.latest()
+        elif continues:
+            self.new_epoch = False
         if latest is not None and (latest.interval is None or latest.interval.body is not body):
             latest.interval = body.begin(self._name, latest, older=True)
             self.latest = latest.interval.user

@@ -553,7 +553,7 @@ def test_options_for_a_wrapped_loader_are_refused() -> None:
             midepoch.wrap(loader, **options)
 
 
-@pytest.mark.parametrize("looked", ["one batch", "two batches", "in a second epoch", "a resumed one"])
+@pytest.mark.parametrize("looked", ["one batch", "two batches", "all of it, and more", "a resumed one"])
 def test_what_was_looked_at_before_the_loop_comes_again(looked: str, tmp_path: Path) -> None:
     """A sanity check of a few batches, or statistics: as if they had not been read."""
     loader, whole = shuffled(), epochs_of(shuffled(), 0, 3)
@@ -561,12 +561,11 @@ def test_what_was_looked_at_before_the_loop_comes_again(looked: str, tmp_path: P
     if looked == "a resumed one":
         loader.load_state_dict(sources.heads(shuffled, 2)[1])
         whole[0] = whole[0][2:]
-    first = looked == "in a second epoch"
-    for count in [99, 2] if first else [1 if looked == "one batch" else 2]:
+    for count in {"one batch": [1], "all of it, and more": [99, 99, 2]}.get(looked, [2]):
         sources.taken(loader, count)
     with warnings.catch_warnings(action="error"):
         got = {epoch: sources.taken(loader) for epoch in snapshot.epochs(3)}
-    assert got == {epoch: whole[epoch] for epoch in range(first, 3)}
+    assert got == dict(enumerate(whole))
 
 
 @pytest.mark.parametrize("how", ["a step", "a save", "another loop", "a loop that was left"])
@@ -586,10 +585,10 @@ def test_what_was_trained_on_before_the_loop_counts(how: str, tmp_path: Path) ->
     assert {epoch: sources.taken(loader) for epoch in snapshot.epochs(2)} == rest
 
 
-def test_a_batch_taken_before_a_loaders_own_loop_is_told() -> None:
+def test_batches_read_before_a_loaders_own_loop_are_told() -> None:
     loader = shuffled()
-    next(iter(loader))
-    with pytest.warns(MidepochWarning, match=r"goes on after it, at position 4: .*loader\.peek"):
+    sources.taken(loader, 2)
+    with pytest.warns(MidepochWarning, match=r"goes on after them, at position 8 of epoch 0: .*loader\.peek"):
         for _ in loader.epochs(1):
             list(loader)
 
