@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,16 +34,10 @@ class Saved(NamedTuple):
     believed: list[str]
 
 
-@contextlib.contextmanager
-def wrapped(make: Callable[[], Any]) -> Iterator[Any]:
-    """The loader that `make` makes, or one over the source that it makes; closed at the end."""
+def wrapped(make: Callable[[], Any]) -> midepoch.Loader:
+    """The loader that `make` makes, or one over the source that it makes."""
     made = make()
-    loader = made if isinstance(made, midepoch.Loader | midepoch.StatefulIterable) else midepoch.wrap(made, seed=3)
-    try:
-        yield loader
-    finally:
-        if isinstance(loader, midepoch.Loader):
-            loader.close()
+    return made if isinstance(made, midepoch.Loader) else midepoch.wrap(made, seed=3)
 
 
 def text_of(batch: Any) -> str:
@@ -77,27 +69,24 @@ def save(make: Callable[[], Any], cut: int) -> Saved:
         cut: batches before a state within an epoch.
     """
     states: list[dict[str, Any]] = []
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, wrapped(make) as loader:
         warnings.simplefilter("always")
-        with wrapped(make) as loader:
-            epochs: list[list[str]] = []
-            told: list[str] | None = None
-            for epoch in range(2):
-                epochs.append([])
-                for batch in loader:
-                    epochs[-1].append(text_of(batch))
-                    state = loader.state_dict()
-                    told = ours(caught) if told is None else told
-                    if len(epochs[-1]) == cut:
-                        states.append(state)
-                if not epoch:
-                    states.insert(1, loader.state_dict())
-            following = [epochs[0][cut:], epochs[1], epochs[1][cut:]]
-            promised = getattr(loader, "capabilities", None)
-            asked = () if promised is None else ("exact_order", "exact_augmentations")
-            answers = {name: getattr(promised, name).answer for name in asked}
-            no, believed = ([each for each in answers if answers[each] == answer] for answer in ("no", "believed"))
-    return Saved(states, following, told or [], ours(caught), no, believed)
+        epochs: list[list[str]] = []
+        told: list[str] | None = None
+        for epoch in range(2):
+            epochs.append([])
+            for batch in loader:
+                epochs[-1].append(text_of(batch))
+                state = loader.state_dict()
+                told = ours(caught) if told is None else told
+                if len(epochs[-1]) == cut:
+                    states.append(state)
+            if not epoch:
+                states.insert(1, loader.state_dict())
+        promised = loader.capabilities
+    answers = {name: getattr(promised, name).answer for name in ("exact_order", "exact_augmentations")}
+    no, believed = ([each for each in answers if answers[each] == answer] for answer in ("no", "believed"))
+    return Saved(states, [epochs[0][cut:], epochs[1], epochs[1][cut:]], told or [], ours(caught), no, believed)
 
 
 class Resumed(NamedTuple):
@@ -108,26 +97,18 @@ class Resumed(NamedTuple):
     told: list[str]
 
 
-def resume(
-    make: Callable[[], Any], states: list[dict[str, Any]], seed: int, changed: dict[str, str] | None = None
-) -> list[Resumed]:
-    """In another process, under other global seeds: the rest of each epoch. `changed`: of its environment."""
+def resume(make: Callable[[], Any], states: list[dict[str, Any]], seed: int) -> list[Resumed]:
+    """In another process, under other global seeds: the rest of each epoch."""
     found = []
-    os.environ.update(changed or {})
-    try:
-        for state in states:
-            random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                with wrapped(make) as loader:
-                    loader.load_state_dict(state)
-                    batches, error = [], ""
-                    try:
-                        batches += [text_of(batch) for batch in loader]
-                    except midepoch.MidepochError as raised:
-                        error = f"{type(raised).__name__}: {raised}"
-            found.append(Resumed(batches, error, ours(caught)))
-    finally:
-        for each in changed or {}:
-            del os.environ[each]
+    for state in states:
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        batches, error = [], ""
+        with warnings.catch_warnings(record=True) as caught, wrapped(make) as loader:
+            warnings.simplefilter("always")
+            loader.load_state_dict(state)
+            try:
+                batches += [text_of(batch) for batch in loader]
+            except midepoch.MidepochError as raised:
+                error = f"{type(raised).__name__}: {raised}"
+        found.append(Resumed(batches, error, ours(caught)))
     return found

@@ -10,18 +10,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    Sampler,
-    SubsetRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SubsetRandomSampler
 
 import midepoch
 from midepoch import MidepochWarning, StateMismatchError, UnsupportedSourceError, World
-from support import said, sources
+from support import sources
 
 SIZE = 24
 
@@ -74,11 +67,11 @@ class OfAWorld(Sampler[int]):
         return iter(range(self.w.rank, SIZE, self.w.world_size))
 
 
-class OnlyItsRank(said.Private):
+class OnlyItsRank(Named):
     """Is built for a rank of two."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__(rank, 2)
+        super().__init__(_rank=rank, _world_size=2)
 
 
 class Hidden(Sampler[Any]):
@@ -104,7 +97,6 @@ DIVIDING = {
     "names of data-parallel ranks": lambda: loader(Named(data_parallel_rank=1, data_parallel_size=2)),
     "a World": lambda: loader(OfAWorld(World(1, 2))),
     "a rank, with nothing to build it for one": lambda: loader(OnlyItsRank(1)),
-    "private names": lambda: loader(said.Private(1, 2)),
     "a DistributedSampler under another name": lambda: loader(batch_sampler=Holding(distributed())),
     "names in two objects": lambda: loader(batch_sampler=Holding(Named(num_shards=3), sampler=Named(shard_id=2))),
 }
@@ -152,8 +144,8 @@ def test_a_list_as_long_as_one_rank_s_share_is_one_sign(kind: str) -> None:
 def test_the_whole_list_is_no_alarm(sampler: Any) -> None:
     midepoch.wrap(loader(sampler), seed=1)
     midepoch.wrap(loader(sampler), seed=1, world=World(1, 2))
-    midepoch.wrap(loader(batch_sampler=Holding(range(SIZE))), seed=1, world=World(1, 2))
-    midepoch.wrap(loader(batch_sampler=Hidden(0, 1, 2)), seed=1, world=World(1, 2))
+    for batches in (Holding(range(SIZE)), Holding(distributed(1)), Hidden(0, 1, 2)):
+        midepoch.wrap(loader(batch_sampler=batches), seed=1, world=World(1, 2))
 
 
 def test_a_distributed_sampler_with_a_state_is_understood() -> None:
@@ -174,9 +166,6 @@ class InPlace(Sampler[int]):
 
     def __init__(self) -> None:
         self.indices = list(range(SIZE))
-
-    def __len__(self) -> int:
-        return SIZE
 
     def __iter__(self) -> Iterator[int]:
         random.shuffle(self.indices)
@@ -227,22 +216,14 @@ def test_a_sampler_that_remembers_resumes_in_any_epoch(kind: str) -> None:
         assert sources.taken(head) == epochs[epoch][1:]
 
 
-class Counting(Sampler[int]):
+class Counting(Passes):
     """Counts what is asked of it, where copies count too."""
 
-    asked: ClassVar[dict[str, int]] = {"len": 0, "iter": 0}
-
-    def __init__(self) -> None:
-        self.passes = 0
-
-    def __len__(self) -> int:
-        self.asked["len"] += 1
-        return SIZE
+    asked: ClassVar[dict[str, int]] = {"iter": 0}
 
     def __iter__(self) -> Iterator[int]:
         self.asked["iter"] += 1
-        self.passes += 1
-        return iter(random.sample(range(SIZE), SIZE))
+        return super().__iter__()
 
 
 def test_the_sampler_itself_is_iterated_once_an_epoch() -> None:

@@ -27,6 +27,7 @@ from midepoch.testing.report import Report, Verdict
 from midepoch.testing.trials import TRIALS, stand, try_promises
 from midepoch.trying import LARGEST_COPY, copy_of
 from support import said, sources
+from support.wild_sources import Around
 
 # --- sources that do not repeat themselves ---
 
@@ -193,9 +194,7 @@ PURE: dict[str, Callable[[], Any]] = {
 
 def of_numbers(collate: Any, workers: int = 0, **settings: Any) -> Loader:
     data: Any = range(24)
-    return midepoch.wrap(
-        DataLoader(data, 4, shuffle=True, collate_fn=collate, num_workers=workers), seed=3, **settings
-    )
+    return midepoch.wrap(DataLoader(data, 4, shuffle=True, collate_fn=collate, num_workers=workers), seed=3, **settings)
 
 
 class Stream(IterableDataset[int]):
@@ -328,10 +327,10 @@ def test_a_trial_that_takes_from_what_all_copies_share_is_told() -> None:
 def test_what_cannot_be_copied_is_not_read_for_a_trial() -> None:
     helds: list[Any] = [iter(DataLoader(sources.Indices(8))), sources.numbers(), queue.Queue(), threading.Lock()]
     for held in helds:
-        assert copy_of(said.Around(held)).why.startswith("it cannot be pickled")
+        assert copy_of(Around(held)).why.startswith("it cannot be pickled")
     for large in (torch.zeros(LARGEST_COPY), torch.zeros(LARGEST_COPY)[:1], np.zeros(LARGEST_COPY), bytes(65 << 20)):
-        assert copy_of(said.Around(large)).why == "it holds more than 64 MB"
-    small = said.Around(torch.zeros(1 << 21))
+        assert copy_of(Around(large)).why == "it holds more than 64 MB"
+    small = Around(torch.zeros(1 << 21))
     assert torch.equal(copy_of(small).open().loader, small.loader) and copy_of(small).open().loader is not small.loader
 
 
