@@ -8,42 +8,31 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import midepoch
 from midepoch import Loader
+from support import sources
 
 SIZE, BATCH, EPOCHS = 24, 4, 3
 
 
-class Augmented(Dataset[torch.Tensor]):
-    """Each sample has its number, the data's version, and with probability `p` a number that was drawn."""
+class Augmented(sources.Indices):
+    """Each sample has its number, with probability `p` a number that was drawn, and one more."""
 
     def __init__(self) -> None:
-        self.p, self.mosaic, self.epoch, self.version = 0.9, True, 0, 0
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def close_mosaic(self) -> None:
-        self.mosaic = False
+        super().__init__(SIZE)
+        self.p, self.epoch = 0.9, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Any:
         drawn = random.random() if random.random() < self.p else 0.0
-        mixed = float(np.random.rand()) if self.mosaic else 0.0
-        return torch.tensor([index + 1000.0 * self.version, drawn * (1 + self.epoch), mixed], dtype=torch.float64)
+        return torch.tensor([index, drawn * (1 + self.epoch), float(np.random.rand())], dtype=torch.float64)
 
 
-class Whole(Sampler[int]):
-    def __len__(self) -> int:
-        return SIZE
-
-
-class TellsTheEpoch(Whole):
+class TellsTheEpoch(Sampler[int]):
     """Tells the dataset its epoch when it is asked for its iterator."""
 
     def __init__(self, dataset: Augmented) -> None:
@@ -52,22 +41,12 @@ class TellsTheEpoch(Whole):
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
+    def __len__(self) -> int:
+        return SIZE
+
     def __iter__(self) -> Iterator[int]:
         self.dataset.set_epoch(self.epoch)
         return iter(torch.randperm(SIZE).tolist())
-
-
-class Remembers(Whole):
-    """Begins with what it has given last in the pass before."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def __iter__(self) -> Iterator[int]:
-        order = self.seen[::-1][: SIZE // 2]
-        order += [each for each in torch.randperm(SIZE).tolist() if each not in order]
-        self.seen = order
-        return iter(order)
 
 
 class StartsLater(Sampler[int]):
@@ -95,23 +74,11 @@ class Reseeds(Augmented):
     def set_epoch(self, epoch: int) -> None:
         self.now.fill_(epoch)
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Any:
         if self.noticed < int(self.now):
             self.noticed = int(self.now)
             random.seed(self.noticed)
         return super().__getitem__(index)
-
-
-class Mosaic(Augmented):
-    """Each sample has something of those that its process has read before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.buffer: list[float] = []
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.buffer = [*self.buffer[-7:], float(index)]
-        return torch.tensor([float(index), random.choice(self.buffer)])
 
 
 class MakesLate(Augmented):
@@ -119,7 +86,7 @@ class MakesLate(Augmented):
 
     generator: np.random.Generator | None = None
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Any:
         if not self.epoch or index % 4 == 0:
             return torch.tensor([float(index), 0.0])
         if self.generator is None:
@@ -134,15 +101,14 @@ class DrawsInLoad(IterableDataset[Any]):
         self.at, self.held, self.resumed = 0, list[Any](), False
 
     def __iter__(self) -> Iterator[Any]:
-        worker = torch.utils.data.get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        own = sources.part_of_worker(SIZE)
         if not self.resumed:
-            self.at, self.held = first, []
+            self.at, self.held = own.start, []
         self.resumed = False
         while self.at < SIZE or self.held:
             while self.at < SIZE and len(self.held) < 3:
                 self.held.append(read(self.at))
-                self.at += step
+                self.at += own.step
             yield self.held.pop(0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,16 +124,6 @@ def read(index: int) -> tuple[int, float]:
 
 def as_it_is(batch: Any) -> Any:
     return batch
-
-
-class Shuffles(IterableDataset[torch.Tensor]):
-    """Shuffles anew in each epoch, by python's generator."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        worker = torch.utils.data.get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        for number in random.sample(range(first, SIZE, step), SIZE // step):
-            yield torch.tensor([number, random.randrange(1000)])
 
 
 class Row(NamedTuple):
@@ -210,17 +166,8 @@ def ends_it(loader: Loader, epoch: int) -> None:
     loader.dataset.p = 0.9 if epoch < 1 else 0.0
 
 
-def closes(loader: Loader, epoch: int) -> None:
-    if epoch >= 1:
-        loader.dataset.close_mosaic()
-
-
 def sets_the_epoch(loader: Loader, epoch: int) -> None:
     loader.dataset.set_epoch(epoch)
-
-
-def renews(loader: Loader, epoch: int) -> None:
-    loader.dataset.version = epoch
 
 
 def follows_the_step(loader: Loader, step: int) -> None:
@@ -229,25 +176,18 @@ def follows_the_step(loader: Loader, step: int) -> None:
 
 ROWS = {
     "a probability ends": Row(loading(Augmented), ends_it),
-    "close_mosaic": Row(loading(Augmented), closes),
     "set_epoch": Row(loading(Augmented), sets_the_epoch),
     "a sampler tells the epoch": Row(told_by_its_sampler),
     "a probability follows the step": Row(
         loading(Augmented), after=follows_the_step, here="",
         says="dataset.p changed after this epoch's workers started",
     ),
-    "data are renewed": Row(loading(Augmented), renews),
     "a sample reseeds": Row(loading(Reseeds), sets_the_epoch, says="two reads of sample"),
-    "a mosaic": Row(loading(Mosaic), says="two reads of sample"),
-    "a sampler that remembers": Row(loading(Augmented, Remembers)),
     "a start that is used once": Row(loading(Augmented, StartsLater)),
     "a load that draws": Row(
         lambda **workers: DataLoader(DrawsInLoad(), batch_size=None, collate_fn=as_it_is, **workers),
         says="load_state_dict of this DrawsInLoad draws",
         options={"shard": False},
-    ),
-    "a StatefulDataLoader shuffles": Row(
-        lambda **workers: StatefulDataLoader(Shuffles(), BATCH, **workers), options={"shard": False}
     ),
     "a generator is made late": Row(loading(MakesLate), sets_the_epoch),
 }

@@ -178,6 +178,12 @@ def noisy_collate(samples: list[Any]) -> Any:
 # --- iterable datasets ---
 
 
+def part_of_worker(size: int) -> range:
+    """The numbers that this worker process gives; all of them outside of workers."""
+    info = get_worker_info()
+    return range(size) if info is None else range(info.id, size, info.num_workers)
+
+
 class RandomIterableDataset(IterableDataset[Any]):
     """The class of the design, as it stands there."""
 
@@ -263,10 +269,8 @@ class Stream(IterableDataset[Any]):
         self.length, self.by_worker = length, by_worker
 
     def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        first, step = (0, 1) if info is None or not self.by_worker else (info.id, info.num_workers)
         buffer: list[int] = []
-        for number in range(first, self.length, step):
+        for number in part_of_worker(self.length) if self.by_worker else range(self.length):
             buffer.append(number)
             if len(buffer) == 4:
                 yield self.sample(buffer.pop(random.randrange(4)))
@@ -413,12 +417,6 @@ def _one_rank(function: Callable[..., Any], rank: int, world_size: int, store: s
 def noisy_loader(size: int = 22, **keywords: Any) -> DataLoader[Any]:
     """Shuffled, with augmentations."""
     return DataLoader(Noisy(size), **{"batch_size": 4, "shuffle": True, **keywords})
-
-
-def loader_at(rank: int, world_size: int, size: int, batch_size: int, drop_last: bool, tail: Any) -> Loader:
-    """A wrapped DataLoader over `Indices`, in order, at one rank."""
-    loader = DataLoader(Indices(size), batch_size=batch_size, drop_last=drop_last)
-    return midepoch.wrap(loader, seed=0, world=midepoch.World(rank, world_size), tail=tail)
 
 
 def torch_batches(rank: int, world_size: int, size: int, batch_size: int, drop_last: bool, even: bool) -> list[Any]:

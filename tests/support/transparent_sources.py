@@ -8,19 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 import midepoch
 from support import sources
@@ -38,23 +26,19 @@ def identify(batch: Any) -> list[Hashable]:
 # --- sound sources ----------------------------------------------------------------------------------------------------
 
 
-class Counting(Dataset[torch.Tensor]):
+class Counting(sources.Indices):
     """Counts its reads and its epochs, where the program can see them."""
 
     def __init__(self, size: int = SIZE) -> None:
-        self.size, self.reads, self.epoch = size, 0, 0
-
-    def __len__(self) -> int:
-        return self.size
+        super().__init__(size)
+        self.reads = self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if not 0 <= index < self.size:
-            raise IndexError(index)
+    def __getitem__(self, index: int) -> Any:
         self.reads += 1
-        return torch.tensor([index, random.random()], dtype=torch.float64)
+        return torch.tensor([super().__getitem__(index), random.random()], dtype=torch.float64)
 
 
 class CountsPasses(Sampler[int]):
@@ -77,18 +61,15 @@ class CountsPasses(Sampler[int]):
 class Chunks(IterableDataset[torch.Tensor]):
     """Exposes its sampler. `given` is what comes of an index; `more` follows after the last."""
 
-    def __init__(self, given: Callable[[int], int], more: int = 0, endless: bool = False) -> None:
-        self.sampler, self.given, self.more, self.endless = RandomSampler(range(SIZE)), given, more, endless
+    def __init__(self, given: Callable[[int], int], more: int = 0) -> None:
+        self.sampler, self.given, self.more = RandomSampler(range(SIZE)), given, more
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        while True:
-            for index in self.sampler:
-                for part in range(self.given(index)):
-                    yield torch.tensor([100.0 * part + index])
-            for number in range(self.more):
-                yield torch.tensor([-1.0 - number])
-            if not self.endless:
-                return
+        for index in self.sampler:
+            for part in range(self.given(index)):
+                yield torch.tensor([100.0 * part + index])
+        for number in range(self.more):
+            yield torch.tensor([-1.0 - number])
 
 
 def once(index: int) -> int:
@@ -107,7 +88,7 @@ class AsksForItsWorker(CountsPasses):
     """As dynamic bucketing does."""
 
     def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
+        info = torch.utils.data.get_worker_info()
         seed = 1000 * self.epoch + (0 if info is None else info.id)
         return iter(random.Random(seed).sample(range(self.size), self.size))
 
@@ -163,10 +144,6 @@ def wrapped(make: Make, rank: int = 0, world_size: int = 1, **options: Any) -> A
     return midepoch.wrap(make(), seed=1, world=midepoch.World(rank, world_size), **options)
 
 
-def a_batch_each(dataset: Any) -> Any:
-    return [[index] for index in range(len(dataset))]
-
-
 def random_with(dataset: Any, **keywords: Any) -> Any:
     seed = keywords.pop("seed", None)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
@@ -177,20 +154,12 @@ def a_list(dataset: Any) -> Any:
     return [*range(0, len(dataset), 2), 1, 1]
 
 
-def subset(dataset: Any) -> Any:
-    return SubsetRandomSampler(range(2, len(dataset)))
-
-
-def weighted(dataset: Any) -> Any:
-    return WeightedRandomSampler([1.0 + index % 3 for index in range(len(dataset))], len(dataset))
-
-
 def own(kind: Any, dataset: Any) -> Any:
     return kind(len(dataset))
 
 
 def in_batches(dataset: Any) -> Any:
-    return BatchSampler(SequentialSampler(dataset), BATCH, drop_last=False)
+    return BatchSampler(range(len(dataset)), BATCH, drop_last=False)
 
 
 class Exposes(IterableDataset[torch.Tensor]):
@@ -212,25 +181,15 @@ SOUND: dict[str, Make] = {
     "a generator's order": part(mapped, sampler=part(random_with, seed=5)),
     "with replacement": part(mapped, sampler=part(random_with, replacement=True)),
     "fewer than there are": part(mapped, sampler=part(random_with, num_samples=5)),
-    "more than there are": part(mapped, sampler=part(random_with, num_samples=33)),
-    "a random subset": part(mapped, sampler=subset),
-    "by weights": part(mapped, sampler=weighted),
     "a list as sampler": part(mapped, sampler=a_list),
     "divided over ranks": part(mapped, divided=True),
     "divided over ranks, what is left dropped": part(mapped, divided=True, division={"drop_last": True}),
-    "divided over ranks, by itself": part(mapped, divided=True, shard=False),
-    "an own sampler": part(mapped, sampler=part(own, sources.EverySecond)),
     "an own sampler that is told the epoch": part(mapped, sampler=part(own, CountsPasses)),
     "an own batch sampler without a length": part(mapped, batches=part(own, sources.Buckets)),
-    "an own batch sampler that is a list": part(mapped, batches=a_batch_each),
     "exposes its sampler, three samples for some": part(loader_of, part(Chunks, sometimes_three)),
     "exposes its sampler, none for some": part(loader_of, part(Chunks, not_each)),
     "exposes its sampler, flushes": part(loader_of, part(Chunks, once, 2)),
     "exposes a sampler that asks for its worker": part(loader_of, Exposes),
-    "exposes its sampler, by itself": part(wrapped, part(Chunks, once)),
-    "two samplers": part(loader_of, part(sources.Pairs, SIZE)),
-    "a stream": part(loader_of, part(sources.Stream, SIZE), shard=True),
-    "a stream divided by its workers": part(loader_of, part(sources.Stream, SIZE, by_worker=True), shard=False),
     "its own iterator": part(wrapped, Restarts, shard=True),
     "its own iterator, in a DataLoader": part(loader_of, RestartsInLoader, shard=True),
     "its own iterator with a state, in a DataLoader": part(loader_of, WithItsState),

@@ -214,11 +214,17 @@ class GroupedBatchSampler(BatchSampler):
 # --- objects around a DataLoader ---
 
 
-class OnDevice:
+class Around:
+    """What all of these are."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+
+class OnDevice(Around):
     """Passes each batch on, moved to a device."""
 
-    def __init__(self, loader: Any, device: str = "cpu") -> None:
-        self.loader, self.device = loader, device
+    device = "cpu"
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
@@ -228,28 +234,18 @@ class OnDevice:
         return len(self.loader)
 
 
-class Erasing:
+def erased(batch: Any) -> Any:
     """Draws from all three global generators for one batch in two."""
-
-    def __init__(self, probability: float = 0.5) -> None:
-        self.probability = probability
-
-    def __call__(self, batch: Any) -> Any:
-        if random.random() > self.probability:
-            return batch
-        return batch + torch.rand(()) + np.random.standard_normal()
+    return batch if random.random() > 0.5 else batch + torch.rand(()) + np.random.standard_normal()
 
 
-class OneAhead:
+class OneAhead(Around):
     """Works on the next batch before it hands out the one before, as prefetchers to a device do."""
-
-    def __init__(self, loader: Any, erasing: Any = None) -> None:
-        self.loader, self.erasing, self.mean = loader, erasing or Erasing(), torch.tensor(0.5)
 
     def __iter__(self) -> Iterator[Any]:
         first, batch = True, None
         for following in self.loader:
-            following = self.erasing(following.sub_(self.mean))
+            following = erased(following.sub_(0.5))
             if not first:
                 yield batch
             else:
@@ -262,11 +258,8 @@ class OneAhead:
         return len(self.loader)
 
 
-class Fetcher:
+class Fetcher(Around):
     """The same as its own iterator, which keeps the next two batches."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
 
     def __iter__(self) -> Fetcher:
         self.batches = iter(self.loader)
@@ -355,13 +348,6 @@ class ReadsByItself(Neighbours):
 # --- objects around a DataLoader that do more than pass its batches on ---
 
 
-class Around:
-    """What all of these are."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-
 class Counting(Around):
     def __iter__(self) -> Iterator[Any]:
         for number, batch in enumerate(self.loader):
@@ -376,16 +362,6 @@ class ItsOwn(Around):
 
     def __next__(self) -> Any:
         return next(self.loader)
-
-
-class Calls:
-    """An object that calls a function of its own."""
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-
-    def __call__(self, batch: Any) -> Any:
-        return self.function(batch)
 
 
 class OneMore(Around):

@@ -46,20 +46,15 @@ def test_keys_are_those_of_splitmix64() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        ((), 0),
-        ((0, 0), 0xA706DD2F4D197E6F),
-        ((1, 2, 3), 0x27D1DADE99DDF6A4),
-        ((5, 0, 12), 0xFE68374C9DF0F2FB),
-        ((MASK,), 0),
-        ((-1,), 0),
-    ],
-)
-def test_keys_are_pinned(words: tuple[int, ...], key: int) -> None:
-    assert derive_key(*words) == key
-    assert extend_key(derive_key(*words[:1]), *words[1:]) == key
+KEYS = {
+    (): 0, (0, 0): 0xA706DD2F4D197E6F, (1, 2, 3): 0x27D1DADE99DDF6A4, (5, 0, 12): 0xFE68374C9DF0F2FB, (MASK,): 0,
+    (-1,): 0,
+}  # fmt: skip
+
+
+def test_keys_are_pinned() -> None:
+    for words, key in KEYS.items():
+        assert derive_key(*words) == extend_key(derive_key(*words[:1]), *words[1:]) == key
 
 
 FIRST_EPOCH = [
@@ -104,10 +99,7 @@ class FromSampleGenerator(sources.Indices):
 
 def test_the_sample_generator_is_pinned() -> None:
     loader = midepoch.wrap(DataLoader(FromSampleGenerator(2), batch_size=None), seed=5)
-    assert sources.taken(loader) == [list(sample) for sample in SAMPLE_GENERATOR]
-
-
-SAMPLE_GENERATOR = [(0, 0.6042999354296875, 306), (1, 0.4694153079695942, 565)]
+    assert sources.taken(loader) == [[0, 0.6042999354296875, 306], [1, 0.4694153079695942, 565]]
 
 
 class Owning(sources.Indices):
@@ -124,31 +116,16 @@ class Owning(sources.Indices):
 
     def __getitem__(self, index: int) -> Any:
         return [
-            index,
-            self.new.standard_normal(),
-            self.old.standard_normal(),
-            self.philox.random(),
-            self.legacy_philox.standard_normal(),
-            self.python.gauss(0, 1),
-            float(torch.rand((), generator=self.torch)),
-        ]
+            index, self.new.standard_normal(), self.old.standard_normal(), self.philox.random(),
+            self.legacy_philox.standard_normal(), self.python.gauss(0, 1), float(torch.rand((), generator=self.torch)),
+        ]  # fmt: skip
 
 
 def test_owned_generators_are_pinned() -> None:
     loader = midepoch.wrap(DataLoader(Owning(), batch_size=None), seed=5)
-    assert sources.taken(loader, 2) == OWNED
-
-
-OWNED = [
-    [
-        0, 1.6143694590179953, 2.2973970322813675, 0.5733146010219855, 0.4060083253993084, -1.094800685939368,
-        0.4523416757583618,
-    ],
-    [
-        1, 0.35456813920277624, -1.7670372390702833, 0.39055204801855226, -0.3229106986547045, 0.21793618858750977,
-        0.17905539274215698,
-    ],
-]  # fmt: skip
+    first = [1.6143694590179953, 2.2973970322813675, 0.5733146010219855, 0.4060083253993084, -1.094800685939368]
+    second = [0.35456813920277624, -1.7670372390702833, 0.39055204801855226, -0.3229106986547045, 0.21793618858750977]
+    assert sources.taken(loader, 2) == [[0, *first, 0.4523416757583618], [1, *second, 0.17905539274215698]]
 
 
 # --- the caller's generators ---
@@ -162,19 +139,13 @@ def caller_draws() -> list[Any]:
     ]  # fmt: skip
 
 
-def seed_everything() -> None:
-    random.seed(3)
-    np.random.seed(3)
-    torch.manual_seed(3)
-
-
 def test_an_error_in_a_sample_gives_the_generators_back(tmp_path: Path) -> None:
     marker = tmp_path / "failing"
     marker.touch()
     loader = midepoch.wrap(DataLoader(sources.Failing(22, [2], marker), batch_size=4), seed=5)
-    seed_everything()
+    sources.under_other_seeds(3)
     expected = caller_draws()
-    seed_everything()
+    sources.under_other_seeds(3)
     with pytest.raises(RuntimeError, match="cannot be read"):
         next(iter(loader))
     assert caller_draws() == expected
@@ -183,9 +154,9 @@ def test_an_error_in_a_sample_gives_the_generators_back(tmp_path: Path) -> None:
 
 
 def test_without_streams_the_source_draws_from_the_caller() -> None:
-    seed_everything()
-    expected = [sources.plain(batch) for batch in DataLoader(sources.Noisy(8), batch_size=4)]
-    seed_everything()
+    sources.under_other_seeds(3)
+    expected = sources.taken(DataLoader(sources.Noisy(8), batch_size=4))
+    sources.under_other_seeds(3)
     # DataLoader itself draws a base seed when it is iterated.
     torch.empty((), dtype=torch.int64).random_()
     loader = midepoch.wrap(DataLoader(sources.Noisy(8), batch_size=4), randomness="none", seed=5)
@@ -289,13 +260,9 @@ def forked() -> float:
         return torch.rand(1).item()
 
 
-def from_the_initial_seed() -> Any:
-    return torch.Generator().manual_seed(torch.initial_seed() % 99).initial_seed()
-
-
 TRACELESS: dict[str, Callable[[], Any]] = {
     "torch's, put back": forked,
-    "a seed from torch's": from_the_initial_seed,
+    "a seed from torch's": lambda: torch.Generator().manual_seed(torch.initial_seed() % 99).initial_seed(),
     "python's, put back": put_back,
 }
 
@@ -348,15 +315,9 @@ class Augmented(sources.Indices):
 
     def __init__(self, seed: int | None) -> None:
         super().__init__(20)
-        self.transform = albumentations.Compose(
-            [
-                albumentations.HorizontalFlip(p=0.5),
-                albumentations.RandomBrightnessContrast(p=0.9),
-                albumentations.GaussNoise(p=0.5),
-                albumentations.OneOf([albumentations.Blur(p=1.0), albumentations.RandomRotate90(p=1.0)], p=0.8),
-            ],
-            seed=seed,
-        )
+        either = albumentations.OneOf([albumentations.Blur(p=1.0), albumentations.RandomRotate90(p=1.0)], p=0.8)
+        several = [albumentations.HorizontalFlip(p=0.5), albumentations.GaussNoise(p=0.5), either]
+        self.transform = albumentations.Compose(several, seed=seed)
 
     def __getitem__(self, index: int) -> Any:
         image = (np.arange(16 * 16 * 3) * (index + 1) % 256).astype(np.uint8).reshape(16, 16, 3)
@@ -408,9 +369,9 @@ def test_loaders_read_by_several_threads_give_what_each_gives(monkeypatch: pytes
         return sources.taken(slow(seed))
 
     alone = [read(seed) for seed in range(3)]
-    seed_everything()
+    sources.under_other_seeds(3)
     expected = caller_draws()
-    seed_everything()
+    sources.under_other_seeds(3)
     switched = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
