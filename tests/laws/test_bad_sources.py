@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import midepoch
 from midepoch import MidepochError, MidepochWarning
+from support import sources
 
 BOUND = 12  # batches: more than any source here has, but for the one without an end
 
@@ -45,10 +46,6 @@ WHAT = [
 LENGTHS = {"is short by two": 4, "is long by two": 8}
 
 
-def _as_they_are(samples: list[Any]) -> list[Any]:
-    return samples
-
-
 class Iterated:
     """An object that can be iterated any number of times."""
 
@@ -74,9 +71,8 @@ class Stream(Iterated, IterableDataset[Any]):
     """The same in a DataLoader. Each worker has its share."""
 
     def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        units = _units(self.what)
-        return units if info is None else itertools.islice(units, info.id, None, info.num_workers)
+        own = sources.part_of_worker(BOUND)
+        return itertools.islice(_units(self.what), own.start, None, own.step)
 
 
 class CountedStream(Counted, IterableDataset[Any]):
@@ -113,11 +109,11 @@ class Listed(list[Any]):
 
 
 def _loader(dataset: Any, workers: int) -> Any:
-    return DataLoader(dataset, 2, num_workers=workers, collate_fn=_as_they_are)
+    return DataLoader(dataset, 2, num_workers=workers, collate_fn=list)
 
 
 Make = Callable[[str], Any]
-SOURCES: dict[str, tuple[Make, bool | None]] = {
+KINDS: dict[str, tuple[Make, bool | None]] = {
     "function": (lambda what: lambda: _units(what), None),
     "iterated": (Iterated, None),
     "counted": (Counted, None),
@@ -131,7 +127,7 @@ SOURCES: dict[str, tuple[Make, bool | None]] = {
 
 
 def _cases() -> Iterator[Any]:
-    for name in SOURCES:
+    for name in KINDS:
         lies = name in ("counted", "counted stream", "indexed", "indexed, 2 workers", "list")
         for what in (*WHAT, *(LENGTHS if lies else ())):
             if not (name == "list" and ("raises" in what or what == "never ends")):
@@ -147,21 +143,15 @@ def _read(batches: Iterator[Any]) -> tuple[list[Any], BaseException | None]:
     """The batches up to the bound, and the exception that ended the pass."""
     got: list[Any] = []
     try:
-        for batch in itertools.islice(batches, BOUND):
-            got.append(batch)
+        got.extend(itertools.islice(batches, BOUND))
     except Exception as error:  # noqa: BLE001  # compared
         return got, error
     return got, None
 
 
-def _is_own(error: BaseException | None) -> bool:
-    """Whether it is the source's own exception; torch raises that of a worker with a longer message."""
-    return type(error) is OwnError
-
-
 @pytest.mark.parametrize(("name", "what"), list(_cases()))
 def test_a_bad_source_is_read_as_without_midepoch_or_named(name: str, what: str) -> None:
-    make, shard = SOURCES[name]
+    make, shard = KINDS[name]
     for _ in range(2):  # epochs: a source may be worse in the second one
         plain = make(what)
         batches = iter(plain() if callable(plain) else plain)
@@ -183,7 +173,8 @@ def test_a_bad_source_is_read_as_without_midepoch_or_named(name: str, what: str)
                 assert got == expected[: len(got)]
                 return
             assert got == expected, epoch
-            assert _is_own(ours) == _is_own(error) and (ours is None) == (error is None), ours
+            # Of a worker's exception, torch makes one with a longer message.
+            assert (type(ours) is OwnError, ours is None) == (type(error) is OwnError, error is None), ours
             if what == "never ends" or error is not None:
                 loader.seek(epoch=epoch + 1)
             assert loader.epoch == epoch + 1

@@ -33,7 +33,7 @@ class TrainingSampler(Sampler[int]):
         self._rank, self._world_size = rank, world_size
 
     def __iter__(self) -> Iterator[int]:
-        yield from itertools.islice(self._rounds(), self._rank, None, self._world_size)
+        return itertools.islice(self._rounds(), self._rank, None, self._world_size)
 
     def _rounds(self) -> Iterator[int]:
         return rounds(self._size, self._shuffle, self._seed)
@@ -45,10 +45,7 @@ class Prepared(Sampler[int]):
     def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 3, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = rank, world_size
         self.dataset, self.shuffle, self.seed, self.size = dataset, shuffle, seed, len(dataset)
-        self.indices = self._of_rank()
-
-    def _of_rank(self) -> Iterator[int]:
-        yield from itertools.islice(rounds(self.size, self.shuffle, self.seed), self.rank, None, self.world_size)
+        self.indices = itertools.islice(rounds(self.size, shuffle, seed), rank, None, world_size)
 
     def __iter__(self) -> Iterator[int]:
         yield from self.indices
@@ -133,9 +130,9 @@ class PretrainingAtRandom(Pretraining):
 class KeepsState(Sampler[Any]):
     """Its own iterator of batches of names, filled by duration, from a buffer; it counts, and keeps a state."""
 
-    def __init__(self, durations: list[float], longest: float, rank: int = 0, world_size: int = 1) -> None:
-        self.durations, self.longest, self.rank, self.world_size = durations, longest, rank, world_size
-        self.epoch, self.seed, self.just_restored = 0, 0, False
+    def __init__(self, durations: list[float], longest: float) -> None:
+        self.durations, self.longest, self.rank, self.world_size = durations, longest, 0, 1
+        self.epoch, self.just_restored = 0, False
         self.kept = {"batches": 0, "epoch": 0}
         self.names: Any = None
 
@@ -143,25 +140,20 @@ class KeepsState(Sampler[Any]):
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "seed": self.seed, "kept": dict(self.kept)}
+        return {"epoch": self.epoch, "kept": dict(self.kept)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self.seed, self.kept = state["epoch"], state["seed"], dict(state["kept"])
-        self.just_restored = True
+        self.epoch, self.kept, self.just_restored = state["epoch"], dict(state["kept"]), True
 
     def __iter__(self) -> KeepsState:
         if not self.just_restored:
             names = [str(number) for number in range(len(self.durations))]
-            random.Random(self.seed + self.epoch).shuffle(names)
+            random.Random(self.epoch).shuffle(names)
             self.names, self.kept = iter(names), {"batches": 0, "epoch": self.epoch}
         self.just_restored = False
         return self
 
     def __next__(self) -> list[str]:
-        given = [self.batch() for _ in range(self.world_size)]
-        return given[self.rank]
-
-    def batch(self) -> list[str]:
         batch: list[str] = []
         while sum(self.durations[int(name)] for name in batch) < self.longest - 2:
             name = next(self.names, None)

@@ -36,9 +36,7 @@ class Files(Dataset[Any]):
         rounding: the last bit of each value comes out another way, as from another decoder.
     """
 
-    def __init__(
-        self, order: str = "sorted", strength: float = 10.0, rounding: bool = False, size: int = SIZE
-    ) -> None:
+    def __init__(self, order: str = "sorted", strength: float = 10.0, rounding: bool = False, size: int = SIZE) -> None:
         numbers = list(range(size))
         self.numbers = numbers if order == "sorted" else random.Random(order).sample(numbers, len(numbers))
         self.strength, self.rounding = strength, rounding
@@ -63,13 +61,9 @@ class Nothing:
     __slots__ = ()
 
 
-def as_it_is(items: list[Any]) -> list[Any]:
-    return items
-
-
 def make(workers: int = 0, batch: int = 4, options: dict[str, Any] | None = None, **source: Any) -> Any:
     """A wrapped loader of `Files`."""
-    loader = DataLoader(Files(**source), batch, shuffle=True, num_workers=workers, collate_fn=as_it_is)
+    loader = DataLoader(Files(**source), batch, shuffle=True, num_workers=workers, collate_fn=list)
     return midepoch.wrap(loader, seed=3, **(options or {}))
 
 

@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-)
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 import midepoch
 from midepoch import SourceError, StateMismatchError, UnsupportedSourceError, World
@@ -72,11 +67,9 @@ class Stopped(Documents):
     """Ends at a certain index, unless that comes first."""
 
     def __iter__(self) -> Iterator[Any]:
-        first = None
-        for index in self.sampler:
-            if index == 7 and first is not None:
+        for place, index in enumerate(self.sampler):
+            if index == 7 and place:
                 return
-            first = 0
             yield index, torch.rand(())
 
 

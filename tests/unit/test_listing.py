@@ -28,10 +28,7 @@ from midepoch.state.parts import join_states
 from support import sources
 
 SIZE = 24
-METHODS: dict[str, dict[str, Any]] = {
-    "here": {},
-    "fork": {"num_workers": 1, "multiprocessing_context": "fork"},
-}
+METHODS: dict[str, dict[str, Any]] = {"here": {}, "fork": {"num_workers": 1, "multiprocessing_context": "fork"}}
 
 
 # --- a sampler that raises an error of its own ------------------------------------------------------------------------
@@ -174,15 +171,10 @@ def written(when: str, workers: dict[str, Any], inside: bool = False) -> tuple[S
     return dataset, DataLoader(seen, batch_sampler=Writes(dataset, when), **workers)
 
 
-WHILE = [
-    ("here", "before each", True),
-    ("here", "before its first", False),
-    ("here", "after its last", False),
+@pytest.mark.parametrize(("method", "when", "inside"), [
+    ("here", "before each", True), ("here", "before its first", False), ("here", "after its last", False),
     ("fork", "before each", False),
-]
-
-
-@pytest.mark.parametrize(("method", "when", "inside"), WHILE)
+])  # fmt: skip
 def test_one_that_sets_it_while_it_gives_batches_is_refused(method: str, when: str, inside: bool) -> None:
     dataset, source = written(when, METHODS[method], inside)
     loader = midepoch.wrap(source, seed=1)
@@ -310,8 +302,7 @@ def test_what_a_loop_sets_between_passes_is_followed(name: str) -> None:
 class Remembering(Sampler[int]):
     """Each pass begins one index later."""
 
-    def __init__(self) -> None:
-        self.first = 0
+    first = 0
 
     def __iter__(self) -> Iterator[int]:
         self.first += 1

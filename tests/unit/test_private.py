@@ -92,10 +92,8 @@ def test_a_version_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.2.86")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", midepoch.MidepochWarning)
-        with pytest.raises(
-            midepoch.UnsupportedSourceError,
-            match=r"webdataset 0.2.86 is installed, and midepoch needs 1.0 or later: pip install 'webdataset==1.0",
-        ):
+        told = r"webdataset 0.2.86 is installed, and midepoch needs 1.0 or later: pip install 'webdataset==1.0"
+        with pytest.raises(midepoch.UnsupportedSourceError, match=told):
             fresh("midepoch.adapters.webdataset.private")
         monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.1")
         fresh("midepoch.adapters.webdataset.private")

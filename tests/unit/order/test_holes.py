@@ -16,6 +16,7 @@ import midepoch
 from midepoch import MidepochError, StateCorruptError, StateError, StateMismatchError, UnsupportedSourceError, World
 from midepoch.order.holes import MOST_HOLES, Holes, Omit
 from midepoch.state.parts import join_states
+from support import sources
 from support.left_out import Noisy, Plans, Shape, sample_of, shares, wrapped
 
 Interval = tuple[int, int]
@@ -132,9 +133,7 @@ def test_histories_against_lists(data: st.DataObject) -> None:
                 if fresh and not any(plans):  # as a resumed pass that finds nothing left
                     epoch, given_out, finished, rolls = epoch + 1, set(), set(), True
                     plans = plan()
-        elif event == "resume" and (
-            tickets or (whole and 0 < at < steps and all(at <= len(each) for each in plans))
-        ):
+        elif event == "resume" and (tickets or (whole and 0 < at < steps and all(at <= len(each) for each in plans))):
             if rolls:
                 continue
             if at >= steps:
@@ -192,8 +191,8 @@ def loader_at(batches: int, **options: Any) -> tuple[midepoch.Loader, Any]:
     return loader, this
 
 
-def taken(loader: Any) -> list[list[int]]:
-    return [[index for index, _ in batch] for batch in loader]
+def indices_of(batch: Any) -> list[int]:
+    return [index for index, _ in batch]
 
 
 def test_a_skip_counts_for_what_was_loaded_and_committed() -> None:
@@ -206,7 +205,7 @@ def test_a_skip_counts_for_what_was_loaded_and_committed() -> None:
         assert (each.state_dict()["omit"], each.state_dict()["position"]) == ("0:2.5.1", 4)
     next(this)
     loader.rollback()
-    assert taken(this)[0] == [4, 5]
+    assert indices_of(next(this)) == [4, 5]
 
 
 def test_a_batch_that_fails_is_passed_over_around_holes() -> None:
@@ -220,19 +219,18 @@ def test_a_batch_that_fails_is_passed_over_around_holes() -> None:
     loader = midepoch.wrap(DataLoader(dataset, 2, collate_fn=list), seed=5)
     loader.skip(3, 8)
     this = iter(loader)
-    assert [index for index, _ in next(this)] == [0, 1]
-    assert [index for index, _ in next(this)] == [2, 8]
+    assert [indices_of(next(this)) for _ in range(2)] == [[0, 1], [2, 8]]
     with pytest.raises(OSError, match="no such sample"):
         next(this)
     with pytest.warns(midepoch.MidepochWarning, match="passed over"):
-        assert [index for index, _ in next(this)] == [11, 12]
+        assert indices_of(next(this)) == [11, 12]
 
 
 def test_reshard_shares_what_is_left() -> None:
     loader, this = loader_at(2)
     loader.skip(6, 12)
     loader.reshard(World(1, 2))
-    assert taken(this) == [[12, 13], [16, 17], [19]]
+    assert list(map(indices_of, this)) == [[12, 13], [16, 17], [19]]
 
 
 @pytest.mark.parametrize(("arguments", "error"), [
@@ -282,12 +280,8 @@ def test_more_holes_than_a_state_holds_are_refused() -> None:
     assert loader.skipped == {0: [(0, 3999)]}
 
 
-def numbers() -> Any:
-    yield from range(20)
-
-
 @pytest.mark.parametrize("make", [
-    lambda: midepoch.wrap(numbers, seed=0),
+    lambda: midepoch.wrap(sources.numbers, seed=0),
     lambda: wrapped(20, 2, then=list),
     lambda: wrapped(20, 2, shard=False),
     lambda: midepoch.combine([wrapped(20, 2), wrapped(20, 2)]),
@@ -309,7 +303,7 @@ def test_damaged_texts_are_refused() -> None:
         with pytest.raises(StateCorruptError, match="omit"):
             loader.load_state_dict(midepoch.reseal({**state, "omit": text}))
     assert loader.state_dict() == state
-    stream = midepoch.wrap(numbers, seed=0)
+    stream = midepoch.wrap(sources.numbers, seed=0)
     with pytest.raises(StateMismatchError, match="skips positions"):
         stream.load_state_dict(midepoch.reseal({**stream.state_dict(), "omit": "0:6.1.1"}))
 

@@ -119,9 +119,8 @@ def test_a_sample_that_works_when_it_is_asked_is_not_looked_at(once: bool) -> No
 def test_a_buffer_that_each_read_fills_is_given_as_it_was_read(options: dict[str, Any]) -> None:
     def make_loader() -> Any:
         buffer = torch.zeros(3)
-        return midepoch.wrap(
-            DataLoader(Made(lambda index: {"x": buffer.fill_(index)}), shuffle=True, **options), seed=3
-        )
+        samples = Made(lambda index: {"x": buffer.fill_(index)})
+        return midepoch.wrap(DataLoader(samples, shuffle=True, **options), seed=3)
 
     sources.every_place(make_loader, read=str)
 
@@ -205,9 +204,7 @@ def test_a_sample_that_is_gone_or_cannot_be_read_now(
 ) -> None:
     epoch, _, *rest = states["in mid-epoch"]["witness"].split("/")
     loader, without = make(), make()
-    loader.load_state_dict(
-        midepoch.reseal({**states["in mid-epoch"], "witness": "/".join([epoch, "99", *rest])})
-    )
+    loader.load_state_dict(midepoch.reseal({**states["in mid-epoch"], "witness": "/".join([epoch, "99", *rest])}))
     with pytest.raises(StateMismatchError, match="is not there now"):
         next(iter(loader))
     index, read = int(states["at the boundary"]["witness"].split("/")[1]), witness_sources.Files.__getitem__
@@ -289,6 +286,7 @@ PAIRS: dict[str, tuple[Any, Any, str]] = {
     "the twentieth of many": (list("a" * 20), [*"a" * 19, "b"], "another"),
     "the thousandth of many": (list("a" * 1000), [*"a" * 999, "b"], "another"),
     "objects": (Fraction(1, 2), Fraction(1, 3), "another"),
+    "objects without equality": (witness_sources.Nothing(), witness_sources.Nothing(), "the same"),
     "a counter": (Counter({1: 1}), Counter({2: 1}), "another"),
     "a counter of many": (Counter(range(20)), Counter(range(20, 40)), "another"),
     "keys that are paths": ({"/data/1.png": 1}, {"/data/2.png": 1}, "another"),
