@@ -340,7 +340,7 @@ def factors(loader: Loader) -> list[float]:
 
 
 def kept(dataset: Any, method: str = "fork", workers: int = 1) -> Loader:
-    settings = {"num_workers": workers, "persistent_workers": True, "multiprocessing_context": method}
+    settings: dict[str, Any] = {"num_workers": workers, "persistent_workers": True, "multiprocessing_context": method}
     return midepoch.wrap(DataLoader(dataset, 4, **settings), seed=0)
 
 
