@@ -32,17 +32,15 @@ class Augmented(sources.Indices):
         return torch.tensor([index, drawn * (1 + self.epoch), float(np.random.rand())], dtype=torch.float64)
 
 
-class TellsTheEpoch(Sampler[int]):
+class TellsTheEpoch(sources.Sized):
     """Tells the dataset its epoch when it is asked for its iterator."""
 
     def __init__(self, dataset: Augmented) -> None:
+        super().__init__(SIZE)
         self.dataset, self.epoch = dataset, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-
-    def __len__(self) -> int:
-        return SIZE
 
     def __iter__(self) -> Iterator[int]:
         self.dataset.set_epoch(self.epoch)

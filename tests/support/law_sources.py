@@ -62,21 +62,6 @@ class Samples(Dataset[torch.Tensor]):
         return sample(index, self.generator)
 
 
-class Exposing(IterableDataset[torch.Tensor]):
-    """The pattern of a dataset that exposes its sampler and its iterator."""
-
-    def __init__(self, size: int, read_log: str | None = None) -> None:
-        self.samples = Samples(size, read_log)
-        self.sampler = RandomSampler(range(size))
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        self.sampler_iter = iter(self.sampler)
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        return self.samples[next(self.sampler_iter)]
-
-
 class ExposingGenerator(IterableDataset[torch.Tensor]):
     """Two samplers, of which one gives two indices a sample; a generator method instead of an iterator attribute."""
 
@@ -92,14 +77,19 @@ class ExposingGenerator(IterableDataset[torch.Tensor]):
             yield torch.cat([read, torch.tensor([next(pairs) + next(pairs)], dtype=read.dtype)])
 
 
-class Inheriting(midepoch.StatefulIterable, Exposing):
-    """The same, as a subclass."""
+class Inheriting(midepoch.StatefulIterable, IterableDataset[torch.Tensor]):
+    """The pattern of a dataset that exposes its sampler and its iterator, as a subclass."""
 
     def __init__(self, size: int, read_log: str | None = None) -> None:
-        super().__init__(size, read_log)
+        self.samples = Samples(size, read_log)
+        self.sampler = RandomSampler(range(size))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return Exposing.__iter__(self)
+        self.sampler_iter = iter(self.sampler)
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        return self.samples[next(self.sampler_iter)]
 
 
 class Stream(IterableDataset[torch.Tensor]):

@@ -19,15 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 import midepoch
 from midepoch.loader.loader import Loader
@@ -165,7 +157,7 @@ class Configured(Indices):
 
 def tell_the_dataset(worker: int) -> None:
     """A worker_init_fn as torch's docs have it: it configures the worker's own copy of the dataset."""
-    info = get_worker_info()
+    info = torch.utils.data.get_worker_info()
     assert info is not None
     info.dataset.told = 7  # type: ignore[attr-defined]
 
@@ -180,7 +172,7 @@ def noisy_collate(samples: list[Any]) -> Any:
 
 def part_of_worker(size: int) -> range:
     """The numbers that this worker process gives; all of them outside of workers."""
-    info = get_worker_info()
+    info = torch.utils.data.get_worker_info()
     return range(size) if info is None else range(info.id, size, info.num_workers)
 
 
@@ -324,14 +316,18 @@ class Counter:
 # --- samplers ---
 
 
-class EverySecond(Sampler[int]):
-    """A user's own sampler: even indices first, the odd ones shuffled."""
+class Sized(Sampler[int]):
+    """Of so many samples."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
     def __len__(self) -> int:
         return self.size
+
+
+class EverySecond(Sized):
+    """A user's own sampler: even indices first, the odd ones shuffled."""
 
     def __iter__(self) -> Iterator[int]:
         odd = list(range(1, self.size, 2))
@@ -354,16 +350,10 @@ class Buckets(Sampler[list[int]]):
             length += 1
 
 
-class Forgetful(Sampler[int]):
+class Forgetful(Sized):
     """Does not repeat itself: its order depends on how often objects of its class were asked."""
 
     asked = 0
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
 
     def __iter__(self) -> Iterator[int]:
         Forgetful.asked += 1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 import midepoch
 from support import sources
@@ -41,14 +41,10 @@ class Counting(sources.Indices):
         return torch.tensor([super().__getitem__(index), random.random()], dtype=torch.float64)
 
 
-class CountsPasses(Sampler[int]):
+class CountsPasses(sources.Sized):
     """Its order follows from the epoch that it was told; it counts how often it was asked."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.epoch, self.passes = size, 0, 0
-
-    def __len__(self) -> int:
-        return self.size
+    epoch = passes = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

@@ -175,8 +175,7 @@ class InPlace(Sampler[int]):
 class Passes(Sampler[int]):
     """Orders by a seed of its own and the number of its passes."""
 
-    def __init__(self) -> None:
-        self.passes = 0
+    passes = 0
 
     def __len__(self) -> int:
         return SIZE

@@ -95,7 +95,7 @@ CHANGES: dict[str, tuple[Callable[[Holding], Any], str]] = {
     "a file of many": (lambda data: data.paths.__setitem__(0, "/data/other.jpg"), "data.paths[*]"),
     "another list of files": (lambda data: setattr(data, "paths", [*data.paths, "x.jpg"]), "data.paths.len"),
     "in an index": (lambda data: data.index.update({5000: 1}), "data.index"),
-    "in a small array": (lambda data: data.array.__setitem__(3, 7), "data.array"),
+    "in a small array": (lambda data: data.array.fill(7), "data.array"),
     "another large array": (lambda data: setattr(data, "large", np.ones(1 << 15)), "data.large"),
     "in a tensor": (lambda data: data.tensor.add_(1), "data.tensor"),
     "at the end of wide rows": (lambda data: data.wide[1].fill_(1), "data.wide"),
@@ -255,7 +255,7 @@ def test_a_summary_looks_at_a_bounded_number(name: str) -> None:
     assert _Walk({"data": value}).read < (1 << 20) + 64 * 4096, "bytes"
 
 
-@torch.inference_mode()  # type: ignore[untyped-decorator]
+@torch.inference_mode()
 def inferred() -> Any:
     return torch.zeros(8)
 
