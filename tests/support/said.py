@@ -24,43 +24,32 @@ SIZE, BATCH = 32, 4
 # --- samples ----------------------------------------------------------------------------------------------------------
 
 
-class Drawn(sources.Indices):
-    """Sample i is (i, a random number)."""
-
-    def __init__(self, size: int = SIZE) -> None:
-        super().__init__(size)
-
-    def __getitem__(self, index: int) -> Any:
-        return {"index": index, "value": random.random()}
-
-
 class Popped(sources.Indices):
     """What comes depends on what has been read."""
 
-    def __init__(self) -> None:
-        super().__init__(SIZE)
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
         self.queue = deque(range(1000))
 
     def __getitem__(self, index: int) -> int:
         return self.queue.popleft()
 
 
-class Entropy(Drawn):
+class Entropy(sources.Indices):
     """Noise from a generator that the operating system seeds, as those in C++ libraries are."""
 
     def __getitem__(self, index: int) -> Any:
         return torch.full((64,), float(index)), np.random.default_rng().normal(size=3)
 
 
-class SometimesEntropy(Drawn):
+class SometimesEntropy(sources.Indices):
     """A few samples, never the first of an epoch that is read in order, draw from the operating system."""
 
     def __getitem__(self, index: int) -> Any:
-        item = super().__getitem__(index)
-        return {**item, "value": int.from_bytes(os.urandom(6))} if index % 7 == 5 else item
+        return index, int.from_bytes(os.urandom(6)) if index % 7 == 5 else random.random()
 
 
-class MixesNeighbours(Drawn):
+class MixesNeighbours(sources.Indices):
     """Each sample holds something of the one before, if they are neighbours."""
 
     before = -1
@@ -71,11 +60,11 @@ class MixesNeighbours(Drawn):
         return {"index": index, "value": mixed}
 
 
-class KeepsAugmentations(Drawn):
+class KeepsAugmentations(sources.Noisy):
     """Keeps what was drawn when a sample was first read, in whichever epoch that was."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
         self.kept: dict[int, Any] = {}
 
     def __getitem__(self, index: int) -> Any:
@@ -232,8 +221,8 @@ class Row(NamedTuple):
     words: str = ""
 
 
-def over(dataset: Callable[[], Any], sampler: Callable[[], Any] | None = None, **more: Any) -> Callable[[], Any]:
-    return lambda: DataLoader(dataset(), BATCH, sampler=None if sampler is None else sampler(), **more)
+def over(dataset: Callable[[int], Any], sampler: Callable[[], Any] = lambda: None) -> Callable[[], Any]:
+    return lambda: DataLoader(dataset(SIZE), BATCH, sampler=sampler())
 
 
 def found(make: Callable[[], Any], trial: str, words: str) -> Row:
@@ -251,7 +240,7 @@ def around_kept_workers() -> Any:
 
 def sound() -> Any:
     """Keeps everything: two epochs of augmented samples under a sampler of its own."""
-    return midepoch.wrap(over(lambda: Drawn(24), lambda: WeightedRandomSampler([1.0] * 24, 24))(), seed=5)
+    return midepoch.wrap(DataLoader(sources.Noisy(24), BATCH, sampler=WeightedRandomSampler([1.0] * 24, 24)), seed=5)
 
 
 ORDER, AUGMENTATIONS = "exact_order", "exact_augmentations"
@@ -269,8 +258,8 @@ ROWS: dict[str, Row] = {
     "a few samples draw entropy": found(over(SometimesEntropy), "samples", r"two reads of sample \d+ differ"),
     "samples mix with their neighbours": found(over(MixesNeighbours), "samples", r"\['value'\]"),
     "augmentations are kept": found(over(KeepsAugmentations), "samples", "between processes"),
-    "a list wanders later": found(over(Drawn, WandersLater), "lists", "does not repeat itself"),
-    "a list follows a set": found(over(Drawn, InHashOrder), "lists", "begins with"),
+    "a list wanders later": found(over(sources.Noisy, WandersLater), "lists", "does not repeat itself"),
+    "a list follows a set": found(over(sources.Noisy, InHashOrder), "lists", "begins with"),
     "the end of a pass changes a count": found(CountsAtTheEnd, "passes", "pass 2 over epoch 0"),
     "samples count besides their sampler": found(CountsBesidesItsSampler, "states", "after 1[0-9] batches"),
     "a state is wrong in the middle": found(WrongLater, "states", "after 5 batches"),

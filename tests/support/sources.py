@@ -98,6 +98,33 @@ def every_place(
     return given
 
 
+def calls_of(action: Callable[[], object], *events: str) -> int:
+    """How many functions it calls: "call" counts Python's, "c_call" those of C."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in events
+
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def forbidden(*_: Any) -> Any:
+    raise AssertionError("the program's code was run")
+
+
+class Untouchable:
+    """Answers any question by an error."""
+
+    __getattribute__ = __getattr__ = __array__ = __len__ = __iter__ = __eq__ = __hash__ = __repr__ = forbidden
+    value = __class__ = property(forbidden)
+
+
 # --- map-style datasets ---
 
 
