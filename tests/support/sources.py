@@ -281,6 +281,41 @@ class Rejecting(IterableDataset[Any]):
         return int(index)
 
 
+class Documents(IterableDataset[Any]):
+    """Each index is a document, which gives one chunk, or as many as `long` says: (100 index + chunk, an augmentation).
+
+    It counts the documents that were read, and its passes.
+    """
+
+    def __init__(self, long: dict[int, int] | None = None, size: int = 22) -> None:
+        self.sampler = RandomSampler(range(size))
+        self.long = {5: 3, 6: 2, 15: 2} if long is None else long
+        self.read = self.begun = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begun += 1
+        for index in self.sampler:
+            self.read += 1
+            yield from self.chunks_of(index)
+
+    def chunks_of(self, index: int) -> Iterator[Any]:
+        return (self.sample(100 * index + chunk) for chunk in range(self.long.get(index, 1)))
+
+    def sample(self, number: int) -> Any:
+        return torch.tensor([number, torch.rand(())], dtype=torch.float64)
+
+
+class Flushed(Documents):
+    """Gives what it has kept of one rare document at its end."""
+
+    def __iter__(self) -> Iterator[Any]:
+        kept = []
+        for index in self.sampler:
+            kept += [1000 + index] * (index == 7)
+            yield self.sample(index)
+        yield from map(self.sample, kept)
+
+
 class Stream(IterableDataset[Any]):
     """No samplers: (number, an augmentation), shuffled by a buffer as streaming datasets do."""
 

@@ -54,32 +54,6 @@ class CountsPasses(sources.Sized):
         return iter(random.Random(self.epoch).sample(range(self.size), self.size))
 
 
-class Chunks(IterableDataset[torch.Tensor]):
-    """Exposes its sampler. `given` is what comes of an index; `more` follows after the last."""
-
-    def __init__(self, given: Callable[[int], int], more: int = 0) -> None:
-        self.sampler, self.given, self.more = RandomSampler(range(SIZE)), given, more
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for index in self.sampler:
-            for part in range(self.given(index)):
-                yield torch.tensor([100.0 * part + index])
-        for number in range(self.more):
-            yield torch.tensor([-1.0 - number])
-
-
-def once(index: int) -> int:
-    return 1
-
-
-def sometimes_three(index: int) -> int:
-    return 3 if index % 5 == 0 else 1
-
-
-def not_each(index: int) -> int:
-    return int(index % 5 != 0)
-
-
 class AsksForItsWorker(CountsPasses):
     """As dynamic bucketing does."""
 
@@ -182,9 +156,9 @@ SOUND: dict[str, Make] = {
     "divided over ranks, what is left dropped": part(mapped, divided=True, division={"drop_last": True}),
     "an own sampler that is told the epoch": part(mapped, sampler=part(own, CountsPasses)),
     "an own batch sampler without a length": part(mapped, batches=part(own, sources.Buckets)),
-    "exposes its sampler, three samples for some": part(loader_of, part(Chunks, sometimes_three)),
-    "exposes its sampler, none for some": part(loader_of, part(Chunks, not_each)),
-    "exposes its sampler, flushes": part(loader_of, part(Chunks, once, 2)),
+    "exposes its sampler, three samples for some": part(loader_of, part(sources.Documents, {0: 3, 5: 3, 10: 3}, SIZE)),
+    "exposes its sampler, none for some": part(loader_of, part(sources.Documents, {0: 0, 5: 0, 10: 0}, SIZE)),
+    "exposes its sampler, flushes": part(loader_of, part(sources.Flushed, size=SIZE)),
     "exposes a sampler that asks for its worker": part(loader_of, Exposes),
     "its own iterator": part(wrapped, Restarts, shard=True),
     "its own iterator, in a DataLoader": part(loader_of, RestartsInLoader, shard=True),

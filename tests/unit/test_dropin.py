@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any, assert_type
 
@@ -114,6 +115,11 @@ def test_a_shard_that_a_source_has_no_use_for_is_refused() -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata")
     with pytest.raises(UnsupportedSourceError, match="shard=True"):
         midepoch.wrap(stateful.StatefulDataLoader(Rows(4)), shard=True)
+
+
+def test_a_loader_is_not_copied() -> None:
+    with pytest.raises(TypeError, match=r"wrap the source again, and load this loader's state_dict\(\)"):
+        copy.copy(midepoch.wrap(source()))
 
 
 # --- as typed users and people at a prompt meet it ---

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import midepoch
 from midepoch import SourceError, StateMismatchError, UnsupportedSourceError, World
@@ -16,86 +15,56 @@ from support import sources
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 SIZE = 22
-LONG = {5: 3, 6: 2, 15: 2}  # documents of several chunks; the others have one
 
 
-class Documents(IterableDataset[Any]):
-    """Each index is a document, which gives one sample or several."""
-
-    def __init__(self, long: dict[int, int] | None = None) -> None:
-        self.sampler = RandomSampler(range(SIZE))
-        self.long = LONG if long is None else long
-        self.read = self.begun = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.begun += 1
-        for index in self.sampler:
-            self.read += 1
-            for chunk in range(self.long.get(index, 1)):
-                yield 100 * index + chunk, torch.rand(())
-
-
-class Own(Documents):
+class Own(sources.Documents):
     """The same, as its own iterator."""
 
     def __iter__(self) -> Iterator[Any]:
         self.indices = iter(self.sampler)
-        self.chunks: Iterator[int] = iter(())
+        self.chunks: Iterator[Any] = iter(())
         return self
 
     def __next__(self) -> Any:
         while True:
-            for chunk in self.chunks:
-                return chunk, torch.rand(())
-            index = next(self.indices)
-            self.chunks = iter([100 * index + chunk for chunk in range(self.long.get(index, 1))])
+            for sample in self.chunks:
+                return sample
+            self.chunks = self.chunks_of(next(self.indices))
 
 
-class Flushed(Documents):
-    """Gives what it has kept of one rare document at its end."""
-
-    def __iter__(self) -> Iterator[Any]:
-        kept = []
-        for index in self.sampler:
-            kept += [index] * (index == 7)
-            yield index, torch.rand(())
-        for index in kept:
-            yield 1000 + index, torch.rand(())
-
-
-class Stopped(Documents):
+class Stopped(sources.Documents):
     """Ends at a certain index, unless that comes first."""
 
     def __iter__(self) -> Iterator[Any]:
         for place, index in enumerate(self.sampler):
             if index == 7 and place:
                 return
-            yield index, torch.rand(())
+            yield self.sample(index)
 
 
-class Twice(Documents):
+class Twice(sources.Documents):
     """Begins its sampler again, in some epochs."""
 
     def __iter__(self) -> Iterator[Any]:
         last = -1
         for last in self.sampler:
-            yield last, torch.rand(())
+            yield self.sample(last)
         if last % 2:
             for index in self.sampler:
-                yield 1000 + index, torch.rand(())
+                yield self.sample(1000 + index)
 
 
-KINDS = [Documents, Own, Flushed, Stopped, Twice]
+KINDS = [sources.Documents, Own, sources.Flushed, Stopped, Twice]
 
 
-def make(kind: type[Documents], drop_last: bool = False, batch_size: int | None = 4, **keywords: Any) -> Any:
+def make(kind: type[sources.Documents], drop_last: bool = False, batch_size: int | None = 4, **keywords: Any) -> Any:
     """As the refusal says, with ``shard=True``."""
     return midepoch.wrap(DataLoader(kind(), batch_size, drop_last=drop_last), seed=3, shard=True, **keywords)
 
 
 @pytest.mark.parametrize(("drop_last", "batch_size"), [(False, None), (True, 3)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_cut_continues_exactly(kind: type[Documents], drop_last: bool, batch_size: int | None) -> None:
+def test_every_cut_continues_exactly(kind: type[sources.Documents], drop_last: bool, batch_size: int | None) -> None:
     sources.every_place(functools.partial(make, kind, drop_last, batch_size), read=sources.plain)
 
 
@@ -104,7 +73,7 @@ DIVIDED = [*((kind, 0, 1) for kind in KINDS[1:]), (Twice, 2, 1), (Twice, 0, 2)]
 
 
 @pytest.mark.parametrize(("kind", "workers", "ranks"), DIVIDED)
-def test_a_deviation_is_an_error_that_names_shard(kind: type[Documents], workers: int, ranks: int) -> None:
+def test_a_deviation_is_an_error_that_names_shard(kind: type[sources.Documents], workers: int, ranks: int) -> None:
     """Kinds whose first samples, and whose last one, do not deviate. The first sample shows some before any batch."""
     loader = DataLoader(kind({5: 3} if kind is Own else {}), 4, num_workers=workers)
     world = World(0, ranks)
@@ -129,12 +98,10 @@ class Listed(IterableDataset[Any]):
         yield from self.sampler
 
 
-class Given(Sampler[int]):
+class Given(sources.Sized):
     def __init__(self, order: list[int]) -> None:
+        super().__init__(len(order))
         self.order = order
-
-    def __len__(self) -> int:
-        return len(self.order)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.order)
@@ -154,11 +121,8 @@ def test_another_list_is_refused() -> None:
     assert next(iter(other)).tolist() == [SIZE - 1, SIZE - 2, SIZE - 3]
 
 
-class Fails(Sampler[int]):
+class Fails(sources.Sized):
     """Ends by an error of its own."""
-
-    def __len__(self) -> int:
-        return SIZE
 
     def __iter__(self) -> Iterator[int]:
         yield from range(SIZE)
@@ -173,15 +137,15 @@ def test_a_sampler_s_own_error_comes_where_the_plain_one_does(batch_size: int | 
             got.extend(sources.plain(batch) for batch in loader)
         return got
 
-    plainly = until_the_error(DataLoader(Listed(Fails()), batch_size))
+    plainly = until_the_error(DataLoader(Listed(Fails(SIZE)), batch_size))
     # Where indices are divided, wrap refuses it and names shard=.
-    source, shard = DataLoader(Listed(Fails()), batch_size, num_workers=workers), True if workers else None
+    source, shard = DataLoader(Listed(Fails(SIZE)), batch_size, num_workers=workers), True if workers else None
     loader = midepoch.wrap(source, seed=0, on_error="retry", shard=shard)
     assert until_the_error(loader) == plainly
 
 
 def test_the_dataset_is_left_as_a_plain_pass_leaves_it() -> None:
-    dataset, plainly = Documents({}), Documents({})
+    dataset, plainly = sources.Documents({}), sources.Documents({})
     loader = midepoch.wrap(DataLoader(dataset, 4), seed=3)
     for _ in range(3):
         list(loader), list(DataLoader(plainly, 4))
@@ -191,7 +155,7 @@ def test_the_dataset_is_left_as_a_plain_pass_leaves_it() -> None:
 
 def test_a_deviation_in_less_than_a_batch_is_seen() -> None:
     """By itself, the source would fill one: what is dropped at the end is read, too."""
-    loader = midepoch.wrap(DataLoader(Documents({5: 4}), SIZE + 3, drop_last=True), seed=3)
+    loader = midepoch.wrap(DataLoader(sources.Documents({5: 4}), SIZE + 3, drop_last=True), seed=3)
     with pytest.raises(SourceError, match=r"Documents drew 0 indices .* shard=True"):
         list(loader)
 
@@ -202,12 +166,29 @@ def test_one_without_indices_is_empty() -> None:
     assert (list(loader), len(loader), loader.epoch) == ([], 0, 1)
 
 
-class Unused(Documents):
+class Drawing(sources.Exposing):
+    """Takes as many indices for a sample as it is told."""
+
+    def __init__(self, draws: int) -> None:
+        super().__init__(12)
+        self.draws = draws
+
+    def __next__(self) -> list[int]:
+        return [next(self.sampler_iter) for _ in range(self.draws)]
+
+
+def test_another_number_of_draws_than_the_states_is_named() -> None:
+    _, state = sources.heads(lambda: midepoch.wrap(Drawing(2), seed=0), 1)
+    with pytest.raises(SourceError, match=r"drew 1 indices .* saved with 2 per sample"):
+        sources.resumed(lambda: midepoch.wrap(Drawing(1), seed=0), state)
+
+
+class Unused(sources.Documents):
     def __iter__(self) -> Iterator[Any]:
         yield from range(SIZE)
 
 
-class Silent(Documents):
+class Silent(sources.Documents):
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 
@@ -220,7 +201,7 @@ def test_a_first_sample_that_tells_is_refused_in_each_pass(kind: Any, why: str, 
             next(iter(loader))
 
 
-class Beside(Documents):
+class Beside(sources.Documents):
     """Holds another sampler in a list."""
 
     def __init__(self) -> None:

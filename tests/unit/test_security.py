@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import midepoch
 from midepoch import MidepochError, Snapshot, StateError
 from support import fault_sources as faults
-from support import forking
+from support import forking, sources
 from support.places import TESTS
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="files of another user can be made by root alone")
@@ -102,7 +102,7 @@ print(json.dumps([tried, seen, told]))
 def sources_for_audit(folder: str) -> Any:
     """A name and a loader, for each kind of state."""
     yield "dataloader", numbers()
-    yield "replay", midepoch.wrap(Again())
+    yield "replay", midepoch.wrap(sources.Restartable(20))
     try:
         import webdataset as wds
 
@@ -115,11 +115,6 @@ def sources_for_audit(folder: str) -> Any:
         loader = midepoch.wrap(DataLoader(dataset, batch_size=None), seed=1, index_cache=folder)
         next(iter(loader))
         yield name, loader
-
-
-class Again:
-    def __iter__(self) -> Any:
-        return iter(range(20))
 
 
 def test_a_state_opens_nothing_whatever_it_names(tmp_path: Path) -> None:
@@ -137,12 +132,20 @@ def test_a_state_opens_nothing_whatever_it_names(tmp_path: Path) -> None:
     assert not evil.exists()
 
 
+def test_a_state_of_a_replay_without_its_detail_is_refused() -> None:
+    loader = midepoch.wrap(sources.numbers, seed=0)
+    next(iter(loader))
+    for detail in ("", "varies;workers=0;digest="):
+        with pytest.raises(midepoch.StateCorruptError):
+            loader.load_state_dict(midepoch.reseal({**loader.state_dict(), "detail": detail}))
+
+
 # --- indexes ---
 
 
 def urls_in(folder: Path) -> list[str]:
-    sources = pytest.importorskip("support.webdataset_sources", reason="webdataset is not installed")
-    urls: list[str] = sources.make_shards(folder / "shards", [4, 6, 3])
+    shards = pytest.importorskip("support.webdataset_sources", reason="webdataset is not installed")
+    urls: list[str] = shards.make_shards(folder / "shards", [4, 6, 3])
     return urls
 
 

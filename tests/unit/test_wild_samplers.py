@@ -257,6 +257,27 @@ class Named(sources.Indices):
         return [int(name) for name in names]
 
 
+def test_one_that_was_touched_before_the_world_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = ResumableSampler(64, seed=1, batch_size=4)
+    sampler.set_epoch(0)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert list(sampler) == list(ResumableSampler(64, seed=1, batch_size=4, world=World(1, 2)))
+
+
+def test_another_epoch_and_another_pass_end_a_samplers_pass() -> None:
+    sampler = ResumableSampler(1000, seed=0)
+    first = iter(sampler)
+    next(first)
+    sampler.set_epoch(3)
+    assert (sampler.state_dict()["epoch"], sampler.state_dict()["position"]) == (3, 0)
+    assert list(first) == []
+    second, third = iter(sampler), iter(sampler)
+    next(second), next(third)
+    with pytest.raises(midepoch.MidepochError, match="another pass"):
+        next(second)
+
+
 def test_the_order_is_pinned() -> None:
     """One that changes would lose the positions of saved states."""
     assert Endless(Sequential(3)).epoch(0, 0)[1:8].tolist() == [1, 2, 0, 1, 2, 0, 1]
