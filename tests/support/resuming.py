@@ -22,16 +22,14 @@ class Saved(NamedTuple):
         following: the batches of the rest of each epoch, as text.
         told: midepoch's warnings before the first state can be used.
         told_in_all: and later.
-        no: the capabilities that answer no.
-        believed: those that are believed.
+        answers: of the capabilities.
     """
 
     states: list[dict[str, Any]]
     following: list[list[str]]
     told: list[str]
     told_in_all: list[str]
-    no: list[str]
-    believed: list[str]
+    answers: dict[str, str]
 
 
 def wrapped(make: Callable[[], Any]) -> midepoch.Loader:
@@ -85,8 +83,7 @@ def save(make: Callable[[], Any], cut: int) -> Saved:
                 states.insert(1, loader.state_dict())
         promised = loader.capabilities
     answers = {name: getattr(promised, name).answer for name in ("exact_order", "exact_augmentations")}
-    no, believed = ([each for each in answers if answers[each] == answer] for answer in ("no", "believed"))
-    return Saved(states, [epochs[0][cut:], epochs[1], epochs[1][cut:]], told or [], ours(caught), no, believed)
+    return Saved(states, [epochs[0][cut:], epochs[1], epochs[1][cut:]], told or [], ours(caught), answers)
 
 
 class Resumed(NamedTuple):

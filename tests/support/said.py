@@ -274,11 +274,6 @@ def make(name: str) -> Any:
     return midepoch.wrap(ROWS[name].make(), seed=5)
 
 
-def save(name: str) -> resuming.Saved:
-    """What this process saves of a row."""
-    return resuming.save(ROWS[name].make, 4)
-
-
 def resume_all(saved: dict[str, list[dict[str, Any]]], seed: int) -> dict[str, list[resuming.Resumed]]:
     """What comes of the states of each row, in this process."""
     return {name: resuming.resume(ROWS[name].make, states, seed) for name, states in saved.items()}

@@ -28,9 +28,8 @@ def rounds(size: int, shuffle: bool, seed: int) -> Iterator[int]:
 class TrainingSampler(Sampler[int]):
     """As samplers for training by iterations: shuffled rounds without an end, which ranks take in turn."""
 
-    def __init__(self, size: int, shuffle: bool = True, seed: int = 3, rank: int = 0, world_size: int = 1) -> None:
-        self._size, self._shuffle, self._seed = size, shuffle, seed
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, size: int, shuffle: bool = True) -> None:
+        self._size, self._shuffle, self._seed, self._rank, self._world_size = size, shuffle, 3, 0, 1
 
     def __iter__(self) -> Iterator[int]:
         return itertools.islice(self._rounds(), self._rank, None, self._world_size)
@@ -42,10 +41,9 @@ class TrainingSampler(Sampler[int]):
 class Prepared(Sampler[int]):
     """The same with an iterator that is made at once, and the length of one round."""
 
-    def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 3, rank: int = 0, world_size: int = 1) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.dataset, self.shuffle, self.seed, self.size = dataset, shuffle, seed, len(dataset)
-        self.indices = itertools.islice(rounds(self.size, shuffle, seed), rank, None, world_size)
+    def __init__(self, dataset: Any, shuffle: bool = True) -> None:
+        self.dataset, self.shuffle, self.size, self.rank, self.world_size = dataset, shuffle, len(dataset), 0, 1
+        self.indices = rounds(self.size, shuffle, 3)
 
     def __iter__(self) -> Iterator[int]:
         yield from self.indices

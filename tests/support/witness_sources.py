@@ -55,12 +55,6 @@ class Files(Dataset[Any]):
         return {"label": number, "image": torch.from_numpy(image).float() / 255 + shift}
 
 
-class Nothing:
-    """An object without equality."""
-
-    __slots__ = ()
-
-
 def make(workers: int = 0, batch: int = 4, options: dict[str, Any] | None = None, **source: Any) -> Any:
     """A wrapped loader of `Files`."""
     loader = DataLoader(Files(**source), batch, shuffle=True, num_workers=workers, collate_fn=list)

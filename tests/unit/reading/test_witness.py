@@ -286,7 +286,7 @@ PAIRS: dict[str, tuple[Any, Any, str]] = {
     "the twentieth of many": (list("a" * 20), [*"a" * 19, "b"], "another"),
     "the thousandth of many": (list("a" * 1000), [*"a" * 999, "b"], "another"),
     "objects": (Fraction(1, 2), Fraction(1, 3), "another"),
-    "objects without equality": (witness_sources.Nothing(), witness_sources.Nothing(), "the same"),
+    "objects without equality": (object(), object(), "the same"),
     "a counter": (Counter({1: 1}), Counter({2: 1}), "another"),
     "a counter of many": (Counter(range(20)), Counter(range(20, 40)), "another"),
     "keys that are paths": ({"/data/1.png": 1}, {"/data/2.png": 1}, "another"),
