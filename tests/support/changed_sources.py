@@ -120,10 +120,6 @@ def read(index: int) -> tuple[int, float]:
     return index, round(random.random(), 6)
 
 
-def as_it_is(batch: Any) -> Any:
-    return batch
-
-
 class Row(NamedTuple):
     """A program.
 
@@ -146,13 +142,8 @@ class Row(NamedTuple):
 
 def loading(kind: Callable[[], Any], sampler: Callable[[], Any] | None = None) -> Callable[..., Any]:
     """A function that makes a DataLoader of such a dataset, shuffled by torch or by such a sampler."""
-
-    def make(**workers: Any) -> Any:
-        if sampler is None:
-            return DataLoader(kind(), BATCH, shuffle=True, **workers)
-        return DataLoader(kind(), BATCH, sampler=sampler(), **workers)
-
-    return make
+    shuffle = sampler is None
+    return lambda **more: DataLoader(kind(), BATCH, shuffle, sampler and sampler(), **more)
 
 
 def told_by_its_sampler(**workers: Any) -> Any:
@@ -183,7 +174,7 @@ ROWS = {
     "a sample reseeds": Row(loading(Reseeds), sets_the_epoch, says="two reads of sample"),
     "a start that is used once": Row(loading(Augmented, StartsLater)),
     "a load that draws": Row(
-        lambda **workers: DataLoader(DrawsInLoad(), batch_size=None, collate_fn=as_it_is, **workers),
+        lambda **workers: DataLoader(DrawsInLoad(), batch_size=None, **workers),
         says="load_state_dict of this DrawsInLoad draws",
         options={"shard": False},
     ),

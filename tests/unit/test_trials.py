@@ -51,8 +51,7 @@ class MakesItsGeneratorLate:
 
 class Entropy(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
-        for number in by_the_system():
-            yield int.from_bytes(number[:7])
+        return (int.from_bytes(each[:7]) for each in by_the_system())
 
 
 WANDERING: dict[str, tuple[Callable[[], Any], bool | None]] = {

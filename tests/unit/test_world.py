@@ -87,13 +87,8 @@ def _worlds(rank: int) -> dict[str, Any]:
     init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))  # no rank shares a batch with another
     alone = told_by(None)[0]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    seen: dict[str, Any] = {
-        "current": World.current(),
-        "group": World.from_group(own),
-        "dp": World.from_mesh(mesh["dp"]),
-        "tp": World.from_mesh(mesh["tp"]),
-        "alone": alone,
-    }
+    seen: dict[str, Any] = {"current": World.current(), "group": World.from_group(own), "alone": alone}
+    seen |= {"dp": World.from_mesh(mesh["dp"]), "tp": World.from_mesh(mesh["tp"])}
     for name, world in (("silent", World.current()), ("shared", seen["dp"]), ("unstated", None)):
         seen[name] = told_by(world)
     refused: dict[str, Callable[[], World]] = {
@@ -117,14 +112,11 @@ def _worlds(rank: int) -> dict[str, Any]:
 
 def test_groups_and_meshes_of_real_processes() -> None:
     for rank, seen in enumerate(sources.in_gloo_world(_worlds, 4)):
-        assert seen["current"] == World(rank, 4)
-        assert seen["group"] == World(rank // 2, 2)
-        assert seen["dp"] == World(rank // 2, 2)
-        assert seen["tp"] == World(rank % 2, 2)
+        assert (seen["current"], seen["tp"]) == (World(rank, 4), World(rank % 2, 2))
+        assert seen["group"] == seen["dp"] == World(rank // 2, 2)
         assert seen["another's group"].startswith("MidepochError: this process is not in the group")
         assert seen["two dimensions"].startswith("ValueError: World.from_mesh needs one dimension, got 2")
-        assert "world_size 4" in seen["disagreement"]
-        assert "WORLD_SIZE=3" in seen["disagreement"]
+        assert "world_size 4" in seen["disagreement"] and "WORLD_SIZE=3" in seen["disagreement"]
         assert seen["alone"] == seen["silent"][0] == seen["shared"][0] == []
         (warned,) = seen["unstated"][0]  # once, not in each epoch
         assert "a DeviceMesh with dimensions dp, tp is in use" in warned
@@ -147,16 +139,13 @@ SMALL = list(itertools.product(range(1, 4), range(1, 5)))  # batch size, world s
 @pytest.mark.parametrize("even", [False, True], ids=["pad", "drop"])
 def test_every_rank_gets_as_many_as_from_distributed_sampler(even: bool, drop_last: bool) -> None:
     for (batch_size, world_size), size in itertools.product(SMALL, range(1, 26)):
-        theirs = [
-            sources.torch_batches(rank, world_size, size, batch_size, drop_last, even) for rank in range(world_size)
-        ]
+        ranks = range(world_size)
         tail: Tail = "drop" if even else "pad"
-        shares = [Share(size, 0, batch_size, World(rank, world_size), tail, drop_last) for rank in range(world_size)]
+        theirs = [sources.torch_batches(rank, world_size, size, batch_size, drop_last, even) for rank in ranks]
+        shares = [Share(size, 0, batch_size, World(rank, world_size), tail, drop_last) for rank in ranks]
         ours = [positions(share) for share in shares]
         place = f"size {size}, batch {batch_size}, world {world_size}"
-        assert [[len(batch) for batch in rank] for rank in ours] == [
-            [len(batch) for batch in rank] for rank in theirs
-        ], place
+        assert [list(map(len, rank)) for rank in ours] == [list(map(len, rank)) for rank in theirs], place
         assert [share.steps for share in shares] == [len(rank) for rank in theirs], place
         if not drop_last:
             # The same repeats, too; where batches are dropped, torch's strides drop others than our blocks.
