@@ -160,10 +160,6 @@ def own_folder(cache: Path) -> Path:
     return cache / f"webdataset-{os.geteuid()}"
 
 
-def mode(path: Path) -> int:
-    return stat.S_IMODE(path.lstat().st_mode)
-
-
 def test_indexes_are_the_user_s_alone_whatever_the_mask(tmp_path: Path) -> None:
     urls = urls_in(tmp_path)
     before = os.umask(0)
@@ -172,7 +168,7 @@ def test_indexes_are_the_user_s_alone_whatever_the_mask(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     folder = own_folder(tmp_path / "cache")
-    assert mode(folder) == 0o700
+    assert stat.S_IMODE(folder.lstat().st_mode) == 0o700
     assert len(list(folder.glob("*.index"))) == 3 == len(list(folder.iterdir()))
     assert indexed(urls, tmp_path / "cache") == whole
 

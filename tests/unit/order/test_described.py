@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ from hypothesis import given, settings
 
 from midepoch.order import Endless, Order, Sequential, Shuffled, Windowed
 from midepoch.order.described import order_of, positions_of
+from support import sources
 
 SIZES = st.one_of(st.integers(1, 60), st.integers(65530, 65545))
 
@@ -48,12 +47,10 @@ def test_an_order_that_its_description_does_not_compute() -> None:
     assert [order_of(each, 5) for each in texts] == [None] * 5
 
 
-def test_a_sample_of_a_billion_is_found_in_milliseconds() -> None:
+def test_a_sample_of_a_billion_is_found_in_few_steps() -> None:
     for order in (Shuffled(10**9), Windowed(10**9, 1000, 64)):
-        took = []
         for index in (0, 123_456_789, 10**9 - 1):
-            since = time.perf_counter()
-            (position,) = positions_of(order, 1, 2, index, 0, order.size)
-            took.append(time.perf_counter() - since)
-            assert order.epoch(1, 2)[position : position + 1].tolist() == [index]
-        assert min(took) < 0.01, took
+            found: list[int] = []
+            look = lambda: found.extend(positions_of(order, 1, 2, index, 0, order.size))  # noqa: B023
+            assert sources.calls_of(look, "call", "c_call") < 1000
+            assert order.epoch(1, 2)[found[0] : found[0] + 1].tolist() == [index] and len(found) == 1
