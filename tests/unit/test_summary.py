@@ -114,9 +114,15 @@ def test_what_a_program_changes_has_its_path(name: str) -> None:
     assert watch.summary() == summarize(data=dataset)
 
 
+class Own(midepoch.StatefulIterable):
+    factor = 1.0
+
+    def __iter__(self) -> Iterator[float]:
+        yield from (self.factor * number for number in range(8))
+
+
 def test_a_source_that_holds_its_loader_is_summarized_without_it() -> None:
-    source: Any = sources.Inheriting(8)
-    source.factor = 1.0
+    source = Own()
     next(iter(source))
     assert {path for path in summarize(dataset=source) if "kept" in path or "factor" in path} == {"dataset.factor"}
 
