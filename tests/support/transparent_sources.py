@@ -132,13 +132,8 @@ def in_batches(dataset: Any) -> Any:
     return BatchSampler(range(len(dataset)), BATCH, drop_last=False)
 
 
-class Exposes(IterableDataset[torch.Tensor]):
-    def __init__(self) -> None:
-        self.sampler = AsksForItsWorker(SIZE)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for index in self.sampler:
-            yield torch.tensor([index])
+def exposing() -> Any:
+    return sources.Exposing(SIZE, AsksForItsWorker(SIZE))
 
 
 part = functools.partial
@@ -159,7 +154,7 @@ SOUND: dict[str, Make] = {
     "exposes its sampler, three samples for some": part(loader_of, part(sources.Documents, {0: 3, 5: 3, 10: 3}, SIZE)),
     "exposes its sampler, none for some": part(loader_of, part(sources.Documents, {0: 0, 5: 0, 10: 0}, SIZE)),
     "exposes its sampler, flushes": part(loader_of, part(sources.Flushed, size=SIZE)),
-    "exposes a sampler that asks for its worker": part(loader_of, Exposes),
+    "exposes a sampler that asks for its worker": part(loader_of, exposing),
     "its own iterator": part(wrapped, Restarts, shard=True),
     "its own iterator, in a DataLoader": part(loader_of, RestartsInLoader, shard=True),
     "its own iterator with a state, in a DataLoader": part(loader_of, WithItsState),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,19 +40,18 @@ def test_it_does_through_a_context_manager() -> None:
     assert [each.filename for each in told] == [__file__]
 
 
+PROGRAM = """
+import warnings
+import midepoch.packages
+midepoch.packages._installed = lambda names: (names[0], "9.0")
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    import midepoch.adapters.webdataset.private
+print([each.lineno for each in told if "private parts of webdataset" in str(each.message)])
+"""
+
+
 def test_a_warning_at_import_names_the_import(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent(
-            """
-            import warnings
-            import midepoch.packages
-            midepoch.packages._installed = lambda names: (names[0], "9.0")
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                import midepoch.adapters.webdataset.private
-            print([each.lineno for each in told if "private parts of webdataset" in str(each.message)])
-            """
-        )
-    )
+    program.write_text(PROGRAM)
     assert forking.run([program], check=True).stdout.strip() == "[7]"

@@ -120,9 +120,6 @@ class Sized(sources.Indices):
 
     width, epoch = 32, 0
 
-    def __init__(self) -> None:
-        super().__init__(SIZE)
-
     def __getitem__(self, index: int) -> Any:
         return torch.zeros(self.width)
 
@@ -157,7 +154,7 @@ def sizes(loader: Any) -> list[int]:
 
 
 def written(when: str, workers: dict[str, Any], inside: bool = False) -> tuple[Sized, DataLoader[Any]]:
-    dataset = Sized()
+    dataset = Sized(SIZE)
     seen: Any = torch.utils.data.Subset(dataset, range(SIZE)) if inside else dataset
     return dataset, DataLoader(seen, batch_sampler=Writes(dataset, when), **workers)
 

@@ -29,8 +29,6 @@ from midepoch.summary import CUT_OFF, HERE, Watch, _Walk, changed_paths, summari
 from support import sources
 from support.places import TESTS
 
-METHODS = [pytest.param("fork"), pytest.param("spawn", marks=pytest.mark.long)]
-
 
 class Mode(enum.Enum):
     TRAIN = 1
@@ -314,7 +312,7 @@ def kept(dataset: Any, method: str = "fork", workers: int = 1) -> Loader:
     return midepoch.wrap(DataLoader(dataset, 4, **settings), seed=0)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", [Scaled, Stream])
 def test_kept_workers_read_what_the_loop_has_set(kind: Any, method: str, caplog: pytest.LogCaptureFixture) -> None:
     dataset = kind()

@@ -102,13 +102,10 @@ class Made(sources.Indices):
         return self.make_sample(index)
 
 
-def values_of(samples: list[Any]) -> list[float]:
-    return [float(sample["x"]) for sample in samples]
-
-
 @pytest.mark.parametrize("once", [True, False])
 def test_a_sample_that_works_when_it_is_asked_is_not_looked_at(once: bool) -> None:
     def make_loader() -> Any:
+        values_of = lambda samples: [float(sample["x"]) for sample in samples]
         samples = DataLoader(Made(lambda index: Asked(index, once)), 4, shuffle=True, collate_fn=values_of)
         return midepoch.wrap(samples, seed=3)
 
