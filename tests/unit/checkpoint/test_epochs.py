@@ -16,36 +16,32 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
 from midepoch import MidepochError, MidepochWarning, Snapshot, SnapshotError
-from support import bodies, own_state_sources, sources
+from support import bodies, sources
 from support.bodies import KilledError
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 
 
 def shuffled(seed: int = 3, **settings: Any) -> Any:
-    source = DataLoader(sources.Noisy(22), batch_size=4, shuffle=True, drop_last=settings.pop("drop_last", False))
-    return midepoch.wrap(source, seed=seed, **settings)
+    return midepoch.wrap(sources.noisy_loader(), seed=seed, **settings)
 
 
+def only(path: Path, **settings: Any) -> tuple[Any, Snapshot]:
+    """A loader, and a Snapshot of it alone."""
+    loader = shuffled()
+    return loader, Snapshot(path, signals=(), data=loader, **settings)
+
+
+# The law 'boundary' has other sources.
 LOADERS: dict[str, Callable[[], Any]] = {
-    "drop_last": functools.partial(shuffled, drop_last=True),
     "rank 1 of 3": functools.partial(shuffled, world=midepoch.World(1, 3)),
-    "list of batches": lambda: midepoch.wrap([[each] for each in range(5)], seed=3),
-    "generator function": lambda: midepoch.wrap(sources.numbers, seed=3),
-    "iterable dataset": lambda: midepoch.wrap(DataLoader(sources.Stream(10), batch_size=4), seed=3),
     "own state, unknown length": lambda: midepoch.wrap(StatefulDataLoader(sources.Stream(10), batch_size=4), seed=3),
     "combination, unknown length": lambda: midepoch.combine([midepoch.wrap(sources.numbers, seed=1), shuffled(2)]),
-    "Grain": own_state_sources.WRAPPED["Grain DataLoader"],
 }
-
-
-def killed() -> None:
-    raise KilledError
 
 
 def epochs_of(loader: Any, first: int, last: int) -> list[Any]:
@@ -102,20 +98,8 @@ def test_a_body_without_a_pass_or_with_a_part_of_one() -> None:
     assert seen == [*((0, batch) for batch in whole[0]), (2, whole[2][0]), *((3, batch) for batch in whole[3])]
 
 
-def test_a_loop_that_is_left_goes_on_in_the_next_one() -> None:
-    loader, got = shuffled(), []
-    for _ in loader.epochs(2):
-        got += [sources.plain(batch) for batch in itertools.islice(loader, 2)]
-        break
-    for epoch in loader.epochs(1):
-        assert epoch == 0
-        got += [sources.plain(batch) for batch in loader]
-    assert got == sources.taken(shuffled())
-
-
 def test_numbers_of_epochs(tmp_path: Path) -> None:
-    loader = shuffled()
-    snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader)
+    loader, snapshot = only(tmp_path / "snapshot.pt")
     for each in (loader, snapshot):
         with pytest.raises(TypeError, match="number of epochs in all"):
             each.epochs(2.0)  # type: ignore[arg-type]
@@ -174,13 +158,12 @@ def test_what_is_in_flight_of_nobody_knows_whom_is_told(tmp_path: Path) -> None:
         Snapshot(path, signals=(), train=shuffled(), validation=shuffled()).load()
 
 
-@pytest.mark.parametrize("steps", [1, 3, 5, 7, 11])
+@pytest.mark.parametrize("steps", [3, 7])
 def test_all_of_the_only_pass_may_be_read_ahead(steps: int, tmp_path: Path) -> None:
     """So that it has ended before the first step tells of batches in flight, which can be of no other pass."""
 
     def trained(steps: int = 0) -> list[Any]:
-        loader, seen = shuffled(), list[Any]()
-        snapshot = Snapshot(tmp_path / "snapshot.pt", every=1, signals=(), data=loader)
+        (loader, snapshot), seen = only(tmp_path / "snapshot.pt", every=1), list[Any]()
         for epoch in snapshot.epochs(2):
             for batch, in_flight in bodies.ahead(loader, 9):
                 seen.append((epoch, sources.plain(batch)))
@@ -206,8 +189,7 @@ def places(path: Path) -> tuple[int, int, int, int | None]:
 
 
 def test_save_behind_the_pass_is_put_off_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path, loader = tmp_path / "snapshot.pt", shuffled()
-    snapshot = Snapshot(path, signals=(), data=loader)
+    loader, snapshot = only(path := tmp_path / "snapshot.pt")
     with pytest.warns(MidepochWarning, match="written when the body of snapshot.epochs ends") as told:
         for epoch in snapshot.epochs(2):
             snapshot.save()
@@ -250,8 +232,7 @@ def test_a_signal_in_the_rest_of_a_body_is_answered_at_its_end(tmp_path: Path) -
 
 def test_poll_leaves_with_the_snapshot_that_there_is(tmp_path: Path) -> None:
     path, loader = tmp_path / "snapshot.pt", shuffled()
-    snapshot = Snapshot(path, every=4, data=loader)
-    with snapshot:
+    with Snapshot(path, every=4, data=loader) as snapshot:
         with pytest.raises(SystemExit):
             for _ in snapshot.epochs(2):
                 for _ in loader:
@@ -365,8 +346,7 @@ def test_a_validation_that_an_exception_left_is_read_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("holder", ["a variable", "a loop that ends"])
 def test_a_save_in_a_pass_that_is_read_no_further_is_told(holder: str, tmp_path: Path) -> None:
-    loader, bar = shuffled(), iter(())
-    snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader)
+    (loader, snapshot), bar = only(tmp_path / "snapshot.pt"), iter(())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in snapshot.epochs(1):
@@ -383,29 +363,10 @@ def test_a_save_in_a_pass_that_is_read_no_further_is_told(holder: str, tmp_path:
     assert all(each.filename == __file__ for each in told)
 
 
-def test_a_loop_that_runs_nothing_leaves_the_epoch_to_the_next(tmp_path: Path) -> None:
-    def train(limit: int | None = None) -> list[Any]:
-        loader, log = shuffled(), bodies.Log()
-        log.limit, log.kill = limit, killed
-        snapshot = Snapshot(tmp_path / "snapshot.pt", every=2, signals=(), data=loader, log=log)
-        with contextlib.suppress(KilledError):
-            for phase in (1, 2, 3):  # a resumed run asks for the phases that are done, too
-                for _ in snapshot.epochs(phase):
-                    for batch in loader:
-                        log(batch)
-                        snapshot.step()
-        return log.lines
-
-    train(limit=10)  # in the second phase
-    assert train() == [[batch] for epoch in epochs_of(shuffled(), 0, 3) for batch in epoch]
-
-
 @pytest.mark.parametrize("how", ["a pass that is kept", "a seek", "the first epoch's snapshot"])
 def test_an_epoch_begun_before_the_loop_ends_with_its_body(how: str, tmp_path: Path) -> None:
-    path, whole = tmp_path / "snapshot.pt", epochs_of(shuffled(), 0, 3)
-    loader = shuffled()
-    snapshot = Snapshot(path, every=1, signals=(), data=loader)
-    kept = None
+    path, whole, kept = tmp_path / "snapshot.pt", epochs_of(shuffled(), 0, 3), None
+    loader, snapshot = only(path, every=1)
     if how == "a pass that is kept":
         kept = iter(loader)
         assert next(kept) is not next(kept)
@@ -414,8 +375,7 @@ def test_an_epoch_begun_before_the_loop_ends_with_its_body(how: str, tmp_path: P
     else:
         for _ in itertools.islice(loader, 2):
             snapshot.step()
-        loader = shuffled()
-        snapshot = Snapshot(path, every=1, signals=(), data=loader)
+        loader, snapshot = only(path, every=1)
     for epoch in snapshot.epochs(2):
         assert [sources.plain(batch) for batch in kept or loader] == whole[epoch][2 if epoch == 0 else 0 :]
         kept = None
@@ -423,52 +383,47 @@ def test_an_epoch_begun_before_the_loop_ends_with_its_body(how: str, tmp_path: P
             snapshot.step()  # put off to the body's end
         else:
             break
-    loader = shuffled()
-    left = [(epoch, sources.taken(loader)) for epoch in Snapshot(path, signals=(), data=loader).epochs(3)]
-    assert left == [(1, whole[1]), (2, whole[2])]
+    loader, snapshot = only(path)
+    assert {epoch: sources.taken(loader) for epoch in snapshot.epochs(3)} == {1: whole[1], 2: whole[2]}
 
 
 # --- without epochs ---
 
 
 def test_a_snapshot_at_a_boundary_is_told_without_epochs(tmp_path: Path) -> None:
-    path, loader = tmp_path / "snapshot.pt", shuffled()
-    snapshot = Snapshot(path, every=6, signals=(), data=loader)
+    loader, snapshot = only(path := tmp_path / "snapshot.pt", every=6)
     for _ in loader:
         snapshot.step()
     with pytest.warns(MidepochWarning, match=r"after the last batch of an epoch.*snapshot\.epochs"):
-        assert Snapshot(path, signals=(), data=shuffled()).load()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert list(Snapshot(path, signals=(), data=shuffled()).epochs(1)) == []
-        # Whoever saves there means that place.
-        snapshot.save()
-        assert Snapshot(path, signals=(), data=shuffled()).load()
+        assert only(path)[1].load()
+    with warnings.catch_warnings(action="error"):
+        assert list(only(path)[1].epochs(1)) == []
+        snapshot.save()  # whoever saves there means that place
+        assert only(path)[1].load()
 
 
-RECORD: dict[str, Any] = {"empty": {}, "open": [], "left": [], "lead": None, "within": [], "ahead": [], "unknown": "",
-                          "epoch": 0, "ends": False}  # fmt: skip
+DAMAGED: list[Any] = [
+    {"epoch": -1}, {"new": 1}, {"empty": {"other": 1}}, {"empty": {"data": "1"}}, {"left": ["other"]},
+    {"open": "data"}, {"lead": 3}, {"unknown": None}, {"ends": None},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("content", [3, None, {}, RECORD | {"epoch": -1}, RECORD | {"new": 1},
-                                     RECORD | {"empty": {"other": 1}}, RECORD | {"empty": {"data": "1"}},
-                                     RECORD | {"left": ["other"]}, RECORD | {"open": "data"}, RECORD | {"lead": 3},
-                                     RECORD | {"unknown": None}, RECORD | {"ends": None}])  # fmt: skip
-def test_a_damaged_record_is_refused(content: Any, tmp_path: Path) -> None:
-    path = tmp_path / "snapshot.pt"
-    Snapshot(path, signals=(), data=shuffled()).save()
+def test_a_damaged_record_is_refused(tmp_path: Path) -> None:
+    only(path := tmp_path / "snapshot.pt")[1].save()
     saved = torch.load(path, weights_only=True)
-    torch.save({**saved, "body": content}, path)
-    loader = shuffled()
-    before = loader.state_dict()
-    with pytest.raises(SnapshotError, match="record of its epochs is damaged"):
-        next(Snapshot(path, signals=(), data=loader).epochs(2))
-    assert loader.state_dict() == before
+    sound = {"empty": {}, "open": [], "left": [], "lead": None, "within": [], "ahead": [], "unknown": "", "epoch": 0}
+    for content in (3, None, {}, *(sound | {"ends": False} | changes for changes in DAMAGED)):
+        torch.save({**saved, "body": content}, path)
+        loader, snapshot = only(path)
+        before = loader.state_dict()
+        with pytest.raises(SnapshotError, match="record of its epochs is damaged"):
+            next(snapshot.epochs(2))
+        assert loader.state_dict() == before
 
 
 def test_going_back_to_the_snapshot_leaves_the_loop_first(tmp_path: Path) -> None:
-    loader, log = shuffled(), bodies.Log()
-    snapshot = Snapshot(tmp_path / "snapshot.pt", every=2, signals=(), data=loader, log=log)
+    log = bodies.Log()
+    loader, snapshot = only(tmp_path / "snapshot.pt", every=2, log=log)
     for goes_back in (True, False):
         running = snapshot.epochs(2)
         for epoch in running:
@@ -486,20 +441,21 @@ def test_going_back_to_the_snapshot_leaves_the_loop_first(tmp_path: Path) -> Non
 
 
 def _other_bodies(rank: int, path: str, kind: str) -> str:
+    """What is said where the second rank does otherwise in its second epoch."""
     loader, validation = shuffled(world=midepoch.World(rank, 2)), shuffled(4, world=midepoch.World(rank, 2))
     every = None if kind == "one loader more" else 2
     snapshot = Snapshot(path, every=every, signals=(), data=loader, validation=validation)
     try:
         for epoch in snapshot.epochs(3):
             for number, _ in enumerate(loader):
-                if kind == "one loader more" and (rank, epoch, number) == (1, 1, 1):
+                other = kind if (rank, epoch, number) == (1, 1, 1) else ""
+                if other == "one loader more":
                     list(validation)
-                if kind == "left early" and (rank, epoch, number) == (1, 1, 1):
+                if other == "left early":
                     break
                 snapshot.step()
             if kind == "one pass more" and (rank, epoch) == (1, 1):
-                for _ in loader:
-                    pass
+                list(loader)
     except MidepochError as error:
         return str(error)
     return ""
@@ -556,8 +512,7 @@ def test_options_for_a_wrapped_loader_are_refused() -> None:
 @pytest.mark.parametrize("looked", ["one batch", "two batches", "all of it, and more", "a resumed one"])
 def test_what_was_looked_at_before_the_loop_comes_again(looked: str, tmp_path: Path) -> None:
     """A sanity check of a few batches, or statistics: as if they had not been read."""
-    loader, whole = shuffled(), epochs_of(shuffled(), 0, 3)
-    snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader)
+    (loader, snapshot), whole = only(tmp_path / "snapshot.pt"), epochs_of(shuffled(), 0, 3)
     if looked == "a resumed one":
         loader.load_state_dict(sources.heads(shuffled, 2)[1])
         whole[0] = whole[0][2:]
@@ -570,8 +525,7 @@ def test_what_was_looked_at_before_the_loop_comes_again(looked: str, tmp_path: P
 
 @pytest.mark.parametrize("how", ["a step", "a save", "another loop", "a loop that was left"])
 def test_what_was_trained_on_before_the_loop_counts(how: str, tmp_path: Path) -> None:
-    loader, whole = shuffled(), epochs_of(shuffled(), 0, 2)
-    snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), data=loader)
+    (loader, snapshot), whole = only(tmp_path / "snapshot.pt"), epochs_of(shuffled(), 0, 2)
     if how == "another loop":
         assert [sources.taken(loader) for _ in loader.epochs(1)] == whole[:1]
     elif how == "a loop that was left":
@@ -620,8 +574,7 @@ def test_passes_of_bodies_after_an_iterator_of_another_loop(tmp_path: Path) -> N
 
 
 def test_loader_epochs_beside_a_snapshot_names_its_epochs(tmp_path: Path) -> None:
-    loader = midepoch.wrap(DataLoader(sources.Indices(8), batch_size=2), seed=0)
-    snapshot = midepoch.Snapshot(tmp_path / "run.pt", every=3, signals=(), data=loader)
+    loader, snapshot = only(tmp_path / "run.pt", every=3)
     with pytest.warns(MidepochWarning, match=r"write `for epoch in snapshot.epochs\(n\):`") as told:
         for _ in loader.epochs(2):
             for _ in loader:

@@ -11,11 +11,11 @@ import random
 import re
 import signal
 import sys
-import threading
 import warnings
 import weakref
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -95,17 +95,14 @@ def test_a_dataset_that_has_the_two_methods_itself(tmp_path: Path) -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(self.sampler)
 
-    samples = Samples()
-    batches = iter(samples)
-    assert [next(batches) for _ in range(4)] == [0, 1, 2, 3]
+    samples, other = Samples(), Samples()
+    assert sources.taken(samples, 4) == [0, 1, 2, 3]
     Snapshot(tmp_path / "snapshot.pt", signals=(), data=samples).save(in_flight=1)
     try:
         raise KeyError
     except KeyError:  # the whole run is in this clause, and nothing is on its way out
-        snapshot = Snapshot(tmp_path / "other.pt", signals=(), data=samples)
         with pytest.raises(SnapshotError, match="in_flight=99"):
-            snapshot.save(in_flight=99)
-    other = Samples()
+            Snapshot(tmp_path / "other.pt", signals=(), data=samples).save(in_flight=99)
     Snapshot(tmp_path / "snapshot.pt", signals=(), data=other).load()
     assert list(other) == [3, 4, 5, 6, 7, 8]
 
@@ -127,20 +124,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("in_flight", [True, False, -1, 2.0, 0.0, None, "1", 1025])
-def test_a_step_refuses_a_wrong_in_flight_at_once(in_flight: Any, tmp_path: Path) -> None:
-    """Not only when a save is due: that of a preempted run would be lost."""
-    run = Run(tmp_path / "snapshot.pt")
-    run.train(3)
-    with pytest.raises(ValueError, match=rf"in_flight must be .*, got {re.escape(repr(in_flight))}$"):
-        run.snapshot.step(in_flight)
-    assert run.snapshot.steps == 3
-
-
-def test_arguments_that_make_no_sense() -> None:
+def test_arguments_that_make_no_sense(tmp_path: Path) -> None:
+    """Of a step not only when a save is due: that of a preempted run would be lost."""
     for arguments, message in REFUSED:
         with pytest.raises((TypeError, ValueError), match=message):
             Snapshot("x.pt", signals=(), **arguments)
+    run = Run(tmp_path / "snapshot.pt")
+    run.train(3)
+    wrong: list[Any] = [True, False, -1, 2.0, 0.0, None, "1", 1025]
+    for in_flight in wrong:
+        with pytest.raises(ValueError, match=rf"in_flight must be .*, got {re.escape(repr(in_flight))}$"):
+            run.snapshot.step(in_flight)
+        assert run.snapshot.steps == 3
 
 
 def check_refused(path: Path, match: str, error: type[Exception] = SnapshotError, **settings: Any) -> None:
@@ -173,24 +168,20 @@ def test_what_does_not_fit_leaves_everything_as_it_was(tmp_path: Path) -> None:
     saved(path)
     check_refused(path, "the seed differs: the state was saved with 5, this loader has 6", StateMismatchError, seed=6)
     check_refused(path, "size", StateMismatchError, size=41)
-    check_refused(
-        path, r"model differs at 'weight': the snapshot has shape \(1, 3\), this run shape", width=4
-    )
-    run = Run(path)
+    check_refused(path, r"model differs at 'weight': the snapshot has shape \(1, 3\), this run shape", width=4)
+    run, optim = Run(path), torch.optim
+    weights, weight = list(run.model.parameters()), run.model.weight.clone()
+    parts: dict[str, Any] = {"model": run.model, "data": run.loader}
     with pytest.raises(SnapshotError, match="the snapshot has data, model, optimizer, schedule, but this Snapshot has"):
-        Snapshot(path, signals=(), model=run.model, data=run.loader).load()
-    others = {
-        r"differs at 'param_groups': the snapshot has groups of \[2\] parameters": torch.optim.Adam(
-            [{"params": [each]} for each in run.model.parameters()], lr=0.1
-        ),
-        "is a SGD, but the snapshot has the state of a Adam": torch.optim.SGD(run.model.parameters(), lr=0.1),
-        "is a AdamW, but the snapshot has the state of a Adam": torch.optim.AdamW(run.model.parameters(), lr=0.1),
-    }
-    weight = run.model.weight.clone()
-    for message, optimizer in others.items():
-        parts: dict[str, Any] = {"model": run.model, "schedule": run.schedule, "data": run.loader}
+        Snapshot(path, signals=(), parts=parts).load()
+    grouped = optim.Adam([{"params": [each]} for each in weights])
+    for optimizer, message in (
+        (grouped, r"differs at 'param_groups': the snapshot has groups of \[2\] parameters"),
+        (optim.SGD(weights), "is a SGD, but the snapshot has the state of a Adam"),
+        (optim.AdamW(weights), "is a AdamW, but the snapshot has the state of a Adam"),
+    ):
         with pytest.raises(SnapshotError, match=f"optimizer {message}"):
-            Snapshot(path, signals=(), optimizer=optimizer, **parts).load()
+            Snapshot(path, signals=(), optimizer=optimizer, schedule=run.schedule, parts=parts).load()
     assert torch.equal(run.model.weight, weight)
 
 
@@ -207,28 +198,20 @@ def test_a_part_may_have_the_name_of_a_keyword(tmp_path: Path) -> None:
 
 
 def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
-    class Counter:
-        value: Any = np.float64(3)
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"value": self.value}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.value = state["value"]
-
-    counter = Counter()
+    counter: Any = sources.Counter()
+    counter.given = np.float64(3)
     snapshot = Snapshot(tmp_path / "snapshot.pt", signals=(), counter=counter)
     with pytest.raises(SnapshotError, match="could not be loaded with weights_only=True"):
         snapshot.save()
     assert names(tmp_path) == []
-    counter.value = 3.0
+    counter.given = 3.0
     snapshot.save()
-    counter.value = lambda: 0  # cannot even be written
+    counter.given = lambda: 0  # cannot even be written
     with pytest.raises(SnapshotError, match="the previous snapshot is unchanged"):
         snapshot.save()
-    fresh = Counter()
+    fresh = sources.Counter()
     assert Snapshot(tmp_path / "snapshot.pt", signals=(), counter=fresh).load()
-    assert fresh.value == 3.0
+    assert fresh.given == 3.0
     assert names(tmp_path) == ["snapshot.pt"]
 
 
@@ -236,48 +219,39 @@ def test_a_state_that_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_a_run_does_not_write_over_one_that_it_has_not_loaded(tmp_path: Path) -> None:
-    run = Run(tmp_path / "snapshot.pt")
-    run.train(2)
+    path = tmp_path / "snapshot.pt"
+    run, other = Run(path), Run(path)
     run.snapshot.save()
-    fresh = Run(tmp_path / "snapshot.pt")
     with pytest.raises(SnapshotError, match=r"call load\(\) before the first batch"):
-        fresh.snapshot.save()
-    other = Run(tmp_path / "snapshot.pt")
+        other.snapshot.save()
     other.snapshot.load()
     other.snapshot.save()
     with pytest.raises(SnapshotError, match="another process writes to the same path"):
         run.snapshot.save()
 
 
-def test_any_other_file_is_refused(tmp_path: Path) -> None:
+def test_another_or_an_edited_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pt"
     torch.save(torch.nn.Linear(1, 1).state_dict(), path)
     check_refused(path, "not a snapshot of midepoch")
-    path.write_bytes(b"")
-    check_refused(path, "no snapshot is sound")
-
-
-def test_an_edited_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "snapshot.pt"
+    path.unlink()
     content = saved(path)
     good = decode(content["generators"][0])
     wrong = [{}, {**good, "python": (3, (1, 2), None)}, {**good, "numpy": {}}, {**good, "torch": torch.zeros(3)}]
     twister = good["numpy"]["state"]
     for change in ({"pos": (1 << 31) - 8}, {"pos": -1}, {"pos": 625}, {"pos": True}, {"key": np.zeros(700, np.uint32)}):
         wrong.append({**good, "numpy": {**good["numpy"], "state": {**twister, **change}}})
-    values: list[Any] = [
-        3, torch.zeros(1, 3).to_sparse(), torch.zeros(1, 3, device="meta"), torch.zeros(3, 1), "weight",
-    ]  # fmt: skip
-    weights = [{**content["parts"]["model"], "weight": value} for value in values]
-    damage: list[Any] = [None, -1, [1], {}]
+    zeros, damage = torch.zeros(1, 3), [None, -1, [1], {}]
+    names = "id", "steps", "generators", "seed", "world_size"
+    weights = 3, zeros.to_sparse(), zeros.to("meta"), zeros.T, "weight"
+    models = [{**content["parts"]["model"], "weight": value} for value in weights]
     edits: list[tuple[str, Any, str]] = [
         ("midepoch_snapshot", 2, "has format 2, this midepoch reads 1"),
-        *[(name, value, "is damaged")
-          for name in ("id", "steps", "generators", "seed", "world_size") for value in damage],
+        *[(name, value, "is damaged") for name in names for value in damage],
         *[("parts", value, "is damaged") for value in damage[:3]],
         *[("generators", [text], ".") for text in ("", "junk", *map(encode, wrong))],
-        *[("parts", {**content["parts"], "model": each}, "'weight'") for each in weights],
-    ]  # fmt: skip
+        *[("parts", {**content["parts"], "model": each}, "'weight'") for each in models],
+    ]
     for name, value, message in edits:
         torch.save({**content, name: value}, path)
         check_refused(path, message, MidepochError)
@@ -313,20 +287,18 @@ def test_a_scaler_that_was_off_is_refused_by_one_that_is_on(tmp_path: Path) -> N
 # --- damage ---
 
 
-def two_snapshots(path: Path) -> tuple[Any, Any]:
-    """One after 3 steps, beside one after 6, and the runs that go on from there."""
-    run = Run(path)
+def two_snapshots(path: Path) -> Any:
+    """One after 3 steps, whose state is returned, beside one after 6."""
+    run = Run(path, every=3)
     run.train(3)
-    run.snapshot.save()
     older = run.loader.state_dict()
     run.train(3)
-    run.snapshot.save()
-    return older, run.loader.state_dict()
+    return older
 
 
 def test_the_one_before_is_taken_where_the_newest_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pt"
-    older, _ = two_snapshots(path)
+    older = two_snapshots(path)
     assert names(tmp_path) == ["snapshot.pt", "snapshot.pt.1"]
     whole = path.read_bytes()
     cuts = [b"", whole[:1], whole[: len(whole) // 2], whole[:-1000], whole[:-1]]
@@ -352,8 +324,7 @@ def test_the_one_before_is_taken_where_the_newest_is_damaged(tmp_path: Path) -> 
 def test_checksums_are_written_where_torch_was_told_not_to(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
-        run = Run(tmp_path / "snapshot.pt")
-        run.snapshot.save()
+        Run(tmp_path / "snapshot.pt").snapshot.save()
         assert not torch.serialization.get_crc32_options()
     finally:
         torch.serialization.set_crc32_options(True)
@@ -370,11 +341,8 @@ def test_so_many_are_kept(keep: int, tmp_path: Path) -> None:
 
 
 def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path, target: Path) -> None:
-        raise PermissionError("no links here")
-
-    monkeypatch.setattr(Path, "hardlink_to", refuse)
-    older, _ = two_snapshots(tmp_path / "snapshot.pt")
+    monkeypatch.setattr(Path, "hardlink_to", mock.Mock(side_effect=PermissionError("no links here")))
+    older = two_snapshots(tmp_path / "snapshot.pt")
     assert names(tmp_path) == ["snapshot.pt", "snapshot.pt.1"]
     # Killed between the two renames.
     (tmp_path / "snapshot.pt").unlink()
@@ -474,8 +442,8 @@ def test_a_kill_at_any_call_of_a_save_leaves_a_sound_one(tmp_path: Path) -> None
 
 def test_a_draft_of_another_process_cannot_become_the_snapshot(tmp_path: Path) -> None:
     """Two processes write at once: one of them is told, and the other's file is whole."""
-    path, run, other = tmp_path / "snapshot.pt", Run(tmp_path / "snapshot.pt"), Run(tmp_path / "snapshot.pt")
-    save = torch.save
+    path, save = tmp_path / "snapshot.pt", torch.save
+    run, other = Run(path), Run(path)
 
     def meanwhile(content: Any, file: Any) -> None:
         save(content, file)
@@ -512,13 +480,10 @@ class WithState(torch.nn.Linear):
         assert state["calls"] == 1
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (WithState(1), WithState(2)), (WithState(1), WithState(None)), (WithState(None), torch.nn.Linear(2, 2)),
-        (torch.nn.Linear(2, 2), WithState(None)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("before", "after"), [
+    (WithState(1), WithState(2)), (WithState(1), WithState(None)),
+    (WithState(None), torch.nn.Linear(2, 2)), (torch.nn.Linear(2, 2), WithState(None)),
+])  # fmt: skip
 def test_extra_state_that_does_not_fit_changes_nothing(before: Any, after: Any, tmp_path: Path) -> None:
     def parts(model: Any) -> dict[str, Any]:
         return {"loader": midepoch.wrap(DataLoader(sources.Indices(9)), seed=0), "model": model}
@@ -708,9 +673,8 @@ def test_forked_children_can_still_be_ended(tmp_path: Path) -> None:
 
 
 def in_thread(function: Callable[[], object]) -> None:
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(function).result()
 
 
 @pytest.mark.parametrize("where", [in_thread, lambda function: function()], ids=["in a thread", "here"])
@@ -728,14 +692,8 @@ def test_a_snapshot_that_nobody_has_lets_go(where: Any, heard: list[int], tmp_pa
 
 
 def test_signals_are_for_the_main_thread(tmp_path: Path) -> None:
-    def work() -> None:
-        with pytest.raises(MidepochError, match=r"make the Snapshot there, or pass signals=\(\)"):
-            Snapshot(tmp_path / "snapshot.pt", model=torch.nn.Linear(1, 1))
-        done.append(True)
-
-    done: list[bool] = []
-    in_thread(work)
-    assert done
+    with pytest.raises(MidepochError, match=r"make the Snapshot there, or pass signals=\(\)"):
+        in_thread(lambda: Snapshot(tmp_path / "snapshot.pt", model=torch.nn.Linear(1, 1)))
 
 
 # --- several processes ---
@@ -748,22 +706,13 @@ def test_without_a_process_group_several_processes_are_refused(tmp_path: Path, m
         Snapshot(tmp_path / "snapshot.pt", signals=(), model=torch.nn.Linear(1, 1)).save()
 
 
-# --- what a save costs ---
-
-
-class Stateless:
+class Stateless(sources.Counter):
     """A part that has lost its state on one rank."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
     def state_dict(self) -> dict[str, Any]:
-        if self.rank == 1:
+        if self.count == 1:
             raise RuntimeError("it is gone")
         return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """There is nothing to load."""
 
 
 def _save_apart(rank: int, path: str) -> str:
@@ -793,14 +742,9 @@ def test_ranks_that_stand_apart_are_not_saved(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def _files(rank: int) -> DataLoader[Any]:
-    numbers = list(range(16)) if rank == 0 else list(range(15, -1, -1))  # as another node lists them
-    files: Any = [torch.full((8,), number) for number in numbers]
-    return DataLoader(files, batch_size=2)
-
-
 def _save_other_files(rank: int, path: str) -> str:
-    loader = midepoch.wrap(_files(rank), seed=0)
+    files: Any = [torch.full((8,), number) for number in range(16)][:: -1 if rank else 1]  # as another node lists them
+    loader = midepoch.wrap(DataLoader(files, batch_size=2), seed=0)
     snapshot = Snapshot(path, signals=(), data=loader)
     next(iter(loader))
     with warnings.catch_warnings(record=True) as caught:
