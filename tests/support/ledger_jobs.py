@@ -50,6 +50,11 @@ class Job:
         self.ranks = ranks
         self.loader.reshard(World(0, ranks))
 
+    def save_after(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+        self.snapshot.save()
+
     def step(self, batches: int = 1, in_flight: int = 0) -> None:
         """Take batches until so many are in flight, and train on so many."""
         while len(self._ahead) < batches + in_flight:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
@@ -99,25 +100,8 @@ def test_it_says_what_any_history_of_a_run_has_seen(data: st.DataObject) -> None
 
 def sightings(seen: Seen, index: int) -> list[tuple[int, int]]:
     """The steps and ranks that were given a sample, as recorded."""
-    return sorted(
-        (step, rank)
-        for step, ranks in seen.items()
-        for rank, given in ranks.items()
-        for batch in given
-        for each in batch
-        if each == index
-    )
-
-
-def test_an_order_without_an_end_is_searched_beyond_its_holes(tmp_path: Path) -> None:
-    job = Job(tmp_path / "snapshot.pt", lambda: source(27, 3, False, "endless"), 2, Seen(), seed=1)
-    job.step()
-    job.loader.skip(10, 60)
-    for _ in range(12):
-        job.step()
-    job.snapshot.save()
-    for index in range(27):
-        assert sorted(sights(read_ledger(tmp_path), index)) == sightings(job.seen, index), index
+    of_ranks = [(step, rank, batches) for step, ranks in seen.items() for rank, batches in ranks.items()]
+    return sorted((step, rank) for step, rank, batches in of_ranks for each in sources.flat(batches) if each == index)
 
 
 # --- a run with three starts, to be damaged ---
@@ -132,11 +116,10 @@ def three_starts(path: Path) -> Seen:
     seen = Seen()
     for ranks, steps, more, skips in ((1, 13, 2, False), (2, 3, 0, True), (1, 4, 0, False)):
         job = Job(path, shuffled, ranks, seen, seed=1)
-        for step in range(steps):
-            if skips and step == 1:
-                job.loader.skip(16, 19)
+        if skips:
             job.step()
-        job.snapshot.save()
+            job.loader.skip(16, 19)
+        job.save_after(steps - skips)
         for _ in range(more):
             job.step()
     return seen
@@ -170,9 +153,7 @@ def test_each_snapshot_names_its_own_lines(tmp_path: Path) -> None:
         if begin:
             shutil.copy(tmp_path / begin, path)
         job = Job(path, shuffled, ranks, dict(seen[begin]), seed=1)
-        while job.snapshot.steps < steps:
-            job.step()
-        job.snapshot.save()
+        job.save_after(steps - job.snapshot.steps)
         shutil.copy(path, tmp_path / end)
         assert told(read_ledger(path)) == job.seen and not read_ledger(path).problems
         seen[end] = job.seen
@@ -194,49 +175,19 @@ def test_an_epoch_takes_half_a_kilobyte(tmp_path: Path) -> None:
     assert written(snapshot.path) < 20 * 512
 
 
-def test_a_kill_between_ledger_and_snapshot_takes_the_steps_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_between_ledger_and_snapshot_takes_the_steps_back(tmp_path: Path) -> None:
     path, seen = tmp_path / "snapshot.pt", Seen()
     job = Job(path, shuffled, 1, seen, seed=1)
-    job.step()
-    job.step()
-    job.snapshot.save()
+    job.save_after(2)
     job.leave()  # makes a line
-    job.step()
-
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(SnapshotFile, "write", killed)
-        job.snapshot.save()
+    with mock.patch.object(SnapshotFile, "write", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        job.save_after(1)
     with lines_of(path)[-1].open("ab") as file:
         file.write(b'00000000 {"first":2,"la')  # and within a line
     kept = {step: given for step, given in seen.items() if step <= 2}
     assert told(read_ledger(path)) == kept and not read_ledger(path).problems
-    job = Job(path, shuffled, 1, seen, seed=1)
-    job.step()
-    job.step()
-    job.snapshot.save()
+    Job(path, shuffled, 1, seen, seed=1).save_after(2)
     assert told(read_ledger(path)) == seen and len(seen) == 4
-
-
-def test_a_write_that_failed_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(tmp_path / "snapshot.pt", shuffled, 1, {}, seed=1)
-    for _ in range(7):  # a line, and a step more
-        job.step()
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched, pytest.raises(SnapshotError, match=r"was not saved.*No space left"):
-        patched.setattr(os, "fsync", full)
-        job.snapshot.save()
-    for _ in range(7):
-        job.step()
-    job.snapshot.save()
-    assert told(read_ledger(job.snapshot.path)) == job.seen and not read_ledger(job.snapshot.path).problems
 
 
 # --- damage ---
@@ -256,24 +207,25 @@ def agrees(path: Path, seen: Seen) -> int:
     return known
 
 
-@pytest.mark.parametrize(("line", "known"), [(0, 14), (1, 14), (2, 14), (4, 14), (5, 19), (7, 19), (10, 19), (12, 16)])
-def test_damage_is_told_with_its_line_and_the_rest_is_used(line: int, known: int, tmp_path: Path) -> None:
+def test_damage_is_told_with_its_line_and_the_rest_is_used(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pt"
     seen, files = three_starts(path), lines_of(tmp_path / "snapshot.pt")
-    file = files[line]
-    number, lines = line - files.index(file), file.read_bytes().splitlines(keepends=True)
-    for damaged in (lines[number].replace(b":", b":1", 1), b"\xff\n", b"[]\n", b"\n"):
-        file.write_bytes(b"".join([*lines[:number], damaged, *lines[number + 1 :]]))
-        (problem,) = read_ledger(path).problems
-        assert problem == f"{file}, line {number + 1}: 1 of its {len(lines)} lines are damaged or missing"
-        assert agrees(path, seen) == known
-    # Two lines in a row, another line in its place, the next one slid into it, and all from this one on.
-    for rest in ([b"\n", b"\n", *lines[number + 2 :]], [lines[number - 1], *lines[number + 1 :]] * (number > 0),
-                 lines[number + 1 :], []):  # fmt: skip
-        file.write_bytes(b"".join([*lines[:number], *rest]))
-        assert f"line {number + 1}: " in read_ledger(path).problems[0]
-        assert agrees(path, seen) <= known
-    assert f": {len(lines) - number} of its {len(lines)} lines" in read_ledger(path).problems[0]
+    for line, known in ((0, 14), (1, 14), (2, 14), (4, 14), (5, 19), (7, 19), (10, 19), (12, 16)):
+        file = files[line]
+        number, lines = line - files.index(file), file.read_bytes().splitlines(keepends=True)
+        for damaged in (lines[number].replace(b":", b":1", 1), b"\xff\n", b"[]\n", b"\n"):
+            file.write_bytes(b"".join([*lines[:number], damaged, *lines[number + 1 :]]))
+            (problem,) = read_ledger(path).problems
+            assert problem == f"{file}, line {number + 1}: 1 of its {len(lines)} lines are damaged or missing"
+            assert agrees(path, seen) == known
+        # Two lines in a row, another line in its place, the next one slid into it, and all from this one on.
+        for rest in ([b"\n", b"\n", *lines[number + 2 :]], [lines[number - 1], *lines[number + 1 :]] * (number > 0),
+                     lines[number + 1 :], []):  # fmt: skip
+            file.write_bytes(b"".join([*lines[:number], *rest]))
+            assert f"line {number + 1}: " in read_ledger(path).problems[0]
+            assert agrees(path, seen) <= known
+        assert f": {len(lines) - number} of its {len(lines)} lines" in read_ledger(path).problems[0]
+        file.write_bytes(b"".join(lines))
 
 
 @pytest.mark.parametrize("kept", [0, 1])
@@ -285,28 +237,25 @@ def test_a_run_goes_on_where_its_ledger_has_lost_lines(kept: int, tmp_path: Path
         file.unlink()
     job = Job(path, shuffled, 1, seen, seed=1)
     for _ in range(6):
-        job.step()
-        job.snapshot.save()
+        job.save_after(1)
     assert all(f"{file}, line 1: " in "".join(read_ledger(path).problems) for file in files[kept:])
     assert agrees(path, seen) == (18 if kept else 6)
     with pytest.raises(SnapshotError, match=r"does not say what step 15 .*lines are damaged or missing"):
         read_ledger(path).at(15)
 
 
-def test_another_runs_ledger_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("taken", ["its files' content", "the folder"])
+def test_what_another_run_wrote_in_its_place_is_damaged(taken: str, tmp_path: Path) -> None:
     seen = {run: three_starts(tmp_path / run / "snapshot.pt") for run in "ab"}
-    shutil.rmtree(tmp_path / "a" / "snapshot.pt.ledger")
-    shutil.copytree(tmp_path / "b" / "snapshot.pt.ledger", tmp_path / "a" / "snapshot.pt.ledger")
-    assert "missing" in read_ledger(tmp_path / "a").problems[0]
-    assert agrees(tmp_path / "a" / "snapshot.pt", seen["a"]) == 0
-
-
-def test_a_file_of_another_run_in_its_place_is_damaged(tmp_path: Path) -> None:
-    seen = {run: three_starts(tmp_path / run / "snapshot.pt") for run in "ab"}
-    files = {run: dict.fromkeys(lines_of(tmp_path / run / "snapshot.pt")) for run in "ab"}
-    for mine, other in zip(files["a"], files["b"], strict=True):
-        shutil.copyfile(other, mine)
-    assert len(read_ledger(tmp_path / "a").problems) == len(files["a"])
+    mine, other = (dict.fromkeys(lines_of(tmp_path / run / "snapshot.pt")) for run in "ab")
+    if taken == "the folder":
+        shutil.rmtree(tmp_path / "a" / "snapshot.pt.ledger")
+        shutil.copytree(tmp_path / "b" / "snapshot.pt.ledger", tmp_path / "a" / "snapshot.pt.ledger")
+        assert "missing" in read_ledger(tmp_path / "a").problems[0]
+    else:
+        for to, file in zip(mine, other, strict=True):
+            shutil.copyfile(file, to)
+        assert len(read_ledger(tmp_path / "a").problems) == len(mine)
     assert agrees(tmp_path / "a" / "snapshot.pt", seen["a"]) == 0
 
 
@@ -319,22 +268,20 @@ def test_a_write_that_failed_is_made_again(fails: str, tmp_path: Path, monkeypat
     seen = Seen()
     job = Job(tmp_path / "snapshot.pt", shuffled, 1, seen, seed=1)
     for number in range(30):
-        job.step()
+        ends: Any = contextlib.nullcontext()
         with monkeypatch.context() as patched, warnings.catch_warnings(action="ignore"):
             if 10 < number < 25:
                 patched.setattr(os, "fsync", fail)
-            with contextlib.suppress(SnapshotError):
-                job.snapshot.save()
+                ends = pytest.raises(SnapshotError, match=r"was not saved.*Invalid argument")
+            with ends if fails == "fsync of the file" else contextlib.suppress(SnapshotError):
+                job.save_after(1)
     assert not read_ledger(job.snapshot.path).problems and agrees(job.snapshot.path, seen) == 30
 
 
 def test_epochs_of_one_step_each_are_written_down(tmp_path: Path) -> None:
-    seen = Seen()
-    job = Job(tmp_path / "snapshot.pt", lambda: DataLoader(range(4), 4, shuffle=True), 1, seen, seed=1)  # type: ignore[arg-type]
-    for _ in range(200):
-        job.step()
-    job.snapshot.save()
-    assert agrees(job.snapshot.path, seen) == 200
+    job = Job(tmp_path / "snapshot.pt", lambda: shuffled(4), 1, Seen(), seed=1)
+    job.save_after(200)
+    assert agrees(job.snapshot.path, job.seen) == 200
     assert written(job.snapshot.path) < 200 * 512
 
 
@@ -395,12 +342,6 @@ def reads_both(snapshot: Snapshot, one: Any, two: Any) -> None:
             snapshot.step()
 
 
-def looks_at_one(snapshot: Snapshot, one: Any, two: Any) -> None:
-    for _ in one:
-        next(iter(two))
-        snapshot.step()
-
-
 def takes_turns(snapshot: Snapshot, one: Any, two: Any) -> None:
     for _ in range(2):
         others = iter(two)
@@ -410,19 +351,14 @@ def takes_turns(snapshot: Snapshot, one: Any, two: Any) -> None:
             snapshot.step()
 
 
-@pytest.mark.filterwarnings("ignore:a pass was given up after its first batch")
-@pytest.mark.parametrize(
-    ("body", "names", "one", "two", "lines"),
-    [
-        (accumulates(4), "one", [4, 2], [0] * 2, 2),
-        (accumulates(8), ["one", "two"], [6], [0], 1),
-        (validates, "one", [1] * 18, [0] * 18, 3),
-        (validates, ["two", "one"], [1] * 18, [0, 0, 0, 6, *[0] * 5, 2, *[0] * 5, 6, 0, 0], 9),
-        (reads_both, ["one", "two"], [1] * 12, [0] * 6 + [1] * 6, 2),
-        (looks_at_one, ["one", "two"], [1] * 6, [1] * 6, 6),
-        (takes_turns, ["one", "two"], [1, 0] * 12, [0, 1] * 12, 24),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("body", "names", "one", "two", "lines"), [
+    (accumulates(4), "one", [4, 2], [0] * 2, 2),
+    (accumulates(8), ["one", "two"], [6], [0], 1),
+    (validates, "one", [1] * 18, [0] * 18, 3),
+    (validates, ["two", "one"], [1] * 18, [0, 0, 0, 6, *[0] * 5, 2, *[0] * 5, 6, 0, 0], 9),
+    (reads_both, ["one", "two"], [1] * 12, [0] * 6 + [1] * 6, 2),
+    (takes_turns, ["one", "two"], [1, 0] * 12, [0, 1] * 12, 24),
+])  # fmt: skip
 def test_a_step_was_trained_on_the_loaders_that_are_named(
     body: Any, names: Any, one: Any, two: Any, lines: int, tmp_path: Path
 ) -> None:
