@@ -45,6 +45,12 @@ def taken(loader: Any, count: int | None = None) -> list[Any]:
     return [plain(batch) for batch in itertools.islice(iter(loader), count)]
 
 
+def loaded(loader: Any, state: dict[str, Any]) -> Any:
+    """The loader, at a state."""
+    loader.load_state_dict(state)
+    return loader
+
+
 def resumed(make: Callable[[], Loader], state: dict[str, Any]) -> list[Any]:
     """The rest of the epoch, by a fresh loader."""
     with make() as loader:

@@ -65,11 +65,6 @@ def passes(loader: Loader, count: int) -> list[list[Any]]:
     return [sources.taken(loader) for _ in range(count)]
 
 
-def resumed(loader: Loader, state: dict[str, Any]) -> Loader:
-    loader.load_state_dict(state)
-    return loader
-
-
 def unknown(size: int) -> Callable[[], Iterator[Any]]:
     """A generator function whose length nobody knows."""
     return functools.partial(sources.numbers, size)
@@ -88,7 +83,7 @@ def test_cut_anywhere_it_goes_on_as_if_it_had_not_been(kind: str, options: str) 
         for cut in range(len(epoch) + 1):
             for in_flight in {0} if number else range(min(cut, 4) + 1) if ALL else {0, min(cut, 1), min(cut, 4)}:
                 state = json.loads(json.dumps(walking.state_dict(in_flight)))
-                fresh = resumed(make(), state)
+                fresh = sources.loaded(make(), state)
                 assert in_flight or fresh.state_dict() == state
                 if kind != "unknown lengths" and cut < len(epoch) and not in_flight:
                     counts = len(epoch), cut, len(epoch) - cut
@@ -206,7 +201,7 @@ def test_a_pickle_stands_where_the_loader_stands() -> None:
     twin = pickle.loads(pickle.dumps(loader))
     assert twin.source["a"] is not loader.source["a"]
     assert twin.state_dict() == loader.state_dict()
-    assert sources.taken(resumed(two("max_size_cycle"), twin.state_dict())) == whole[3:]
+    assert sources.taken(sources.loaded(two("max_size_cycle"), twin.state_dict())) == whole[3:]
 
 
 def varying() -> Loader:
@@ -227,7 +222,7 @@ def test_a_part_whose_epochs_vary_is_counted_in_its_own_epoch(mode: Any) -> None
         epochs.append(sources.taken(loader))
         assert len(epochs[-1]) == length
     for state, epoch in zip(states, epochs, strict=True):
-        fresh = resumed(make(), state)
+        fresh = sources.loaded(make(), state)
         assert len(fresh) == fresh.batches_left == len(epoch)
         assert sources.taken(fresh) == epoch
     broken = make()
@@ -273,7 +268,7 @@ def test_a_part_that_fails_leaves_nothing_half_consumed(at: int, first: bool) ->
         with pytest.raises(RuntimeError, match="out of order"):
             next(batches)
         assert loader.state_dict() == before
-    assert sources.taken(resumed(make(Breaking(-1), Breaking(-1)), before)) == whole[at:]
+    assert sources.taken(sources.loaded(make(Breaking(-1), Breaking(-1)), before)) == whole[at:]
     failing.at = -1
     assert got + [sources.plain(batch) for batch in batches] == whole
     assert steady.reads == 6, "what was received before the failure is handed out, not read again"
@@ -305,7 +300,7 @@ def test_states_of_other_parts_are_refused() -> None:
     loader = make("a", "b")
     sources.taken(loader, 1)
     state = loader.state_dict()
-    rest = sources.taken(resumed(make("a", "b"), state))
+    rest = sources.taken(sources.loaded(make("a", "b"), state))
     for other, told in [
         (make("a", "b", "c"), "parts"), (make("a"), "parts"), (make("b", "a"), "parts"), (make("a", "x"), "parts"),
         (make("a", "b", mode="min_size"), "mode"), (make("a", "b", sizes=(16, 8)), "part 'a'"),
@@ -315,7 +310,7 @@ def test_states_of_other_parts_are_refused() -> None:
         with pytest.raises(StateMismatchError, match=told):
             other.load_state_dict(state)
         assert other.state_dict() == place
-    assert sources.taken(resumed(make("a", "b"), state)) == rest
+    assert sources.taken(sources.loaded(make("a", "b"), state)) == rest
     drawn = combine([wrap([1]), wrap([2])], "weighted", until="first")
     with pytest.raises(StateMismatchError, match="mode differs: the state was saved with 'weighted until first'"):
         combine([wrap([1]), wrap([2])], "weighted").load_state_dict(drawn.state_dict())
@@ -377,7 +372,7 @@ def test_draws_by_weight_go_on_in_other_worlds() -> None:
     alone, loader = rows(drawn()), drawn()
     head, rest = rows(itertools.islice(loader, 3)), list[Any]()
     for rank in range(2):
-        rest += rows(resumed(drawn(rank, 2), loader.state_dict()))
+        rest += rows(sources.loaded(drawn(rank, 2), loader.state_dict()))
     assert {*head, *rest} == {*alone}, "with the numbers that they drew"
     assert len(head) + len(rest) - len(alone) in (0, 1, 2), "each part is padded"
 

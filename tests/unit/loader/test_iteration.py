@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,12 +43,9 @@ def place(loader: Loader) -> tuple[int, int]:
 
 def test_a_reset_is_an_error_that_says_what_to_do() -> None:
     loader = shuffled()
-    list(loader)
-    before = loader.state_dict()
     with pytest.raises(AttributeError, match=r"no reset\(\).*leave the call out.*loader\.seek\(epoch=0\)"):
         loader.reset()
     assert not hasattr(loader, "reset")  # a trainer that asks first has nothing to do
-    assert loader.state_dict() == before
 
 
 # --- passes ---
@@ -63,14 +61,11 @@ def test_passes_given_up_at_their_first_batch_are_told_once() -> None:
 
 
 def test_what_a_load_had_continued_is_not_given_up_in_silence() -> None:
-    _, state = sources.heads(shuffled, 2)
-    loader = shuffled()
-    loader.load_state_dict(state)
+    loader = sources.loaded(shuffled(), sources.heads(shuffled, 2)[1])
     sources.taken(loader, 1)
     with pytest.warns(MidepochWarning, match=r"epoch 0.*position 12.*keep the iterator"):
         assert sources.taken(loader, 2) == epochs(shuffled, 2)[1][:2]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MidepochWarning)
+    with warnings.catch_warnings(action="error"):
         sources.taken(loader, 1)  # once is enough: this epoch was not continued by a load
 
 
@@ -82,8 +77,7 @@ def test_a_pass_that_had_ended_is_no_error_later() -> None:
         next(older)
     newer = iter(loader)
     next(newer)
-    for _ in range(2):
-        assert next(older, "over") == "over"
+    assert [next(older, "over") for _ in range(2)] == ["over"] * 2
     next(newer)
     assert place(loader) == (1, 8)
 
@@ -100,27 +94,21 @@ def test_an_earlier_epoch_counts_before_anything_was_read() -> None:
 
 @pytest.mark.parametrize("apart", [1, -1])
 def test_set_epoch_drops_nothing_of_a_loaded_epoch(apart: int) -> None:
-    whole = epochs(shuffled, 5)
-    loader = shuffled()
+    whole, loader = epochs(shuffled, 5), shuffled()
     loader.seek(epoch=1, position=8)
-    state = loader.state_dict()
-    loader = shuffled()
-    loader.load_state_dict(state)
+    loader = sources.loaded(shuffled(), loader.state_dict())
     told = rf"set_epoch\({1 + apart}\) is not followed.*epoch 1.*{abs(apart)} too {'high' if apart > 0 else 'low'}"
     with pytest.warns(MidepochWarning, match=told + r".*loader\.seek"):
         loader.sampler.set_epoch(1 + apart)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MidepochWarning)
+    with warnings.catch_warnings(action="error"):
         loader.set_epoch(1 + apart)  # who is told once need not be told again
         assert place(loader) == (1, 8)
         assert sources.taken(loader) == whole[1][2:]
-        for epoch in (2, 3):  # the caller's epochs follow one another: so do ours
-            loader.set_epoch(epoch + apart)
+        # The caller's epochs follow one another, and so do ours; in the end the numbers agree again.
+        for epoch, said in ((2, 2 + apart), (3, 3 + apart), (4, 4)):
+            loader.set_epoch(said)
             assert place(loader) == (epoch, 0)
             assert sources.taken(loader) == whole[epoch]
-        loader.set_epoch(4)  # the numbers agree again
-        assert place(loader) == (4, 0)
-        assert sources.taken(loader) == whole[4]
         loader.set_epoch(6)
         assert place(loader) == (6, 0)
 
@@ -140,13 +128,13 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments", "kind", "words"), REFUSED, ids=str)
-def test_calls_that_make_no_sense_change_nothing(name: str, arguments: Any, kind: Any, words: str) -> None:
+def test_calls_that_make_no_sense_change_nothing() -> None:
     loader = shuffled()
     sources.taken(loader, 1)
-    with pytest.raises(kind, match=words):
-        getattr(loader, name)(**arguments)
-    assert place(loader) == (0, 4) and loader.state_dict(in_flight=1)["position"] == 0
+    for name, arguments, kind, words in REFUSED:
+        with pytest.raises(kind, match=words):
+            getattr(loader, name)(**arguments)
+        assert place(loader) == (0, 4) and loader.state_dict(in_flight=1)["position"] == 0
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(StateError, match="in_flight=1"):
         loader.state_dict(in_flight=1)
@@ -168,8 +156,7 @@ def test_the_batches_done_and_left() -> None:
     _, state = sources.heads(shuffled, 3)
     # 12 of 22 samples are behind: on 2 ranks, 10 are left for global batches of 8, so 2 batches of 3.
     for world_size, batch_size, expected in ((2, 4, (1, 2)), (1, 3, (4, 4)), (3, 2, (2, 2)), (1, 20, (1, 1))):
-        elsewhere = shuffled(batch_size=batch_size, world=World(0, world_size))
-        elsewhere.load_state_dict(state)
+        elsewhere = sources.loaded(shuffled(batch_size=batch_size, world=World(0, world_size)), state)
         assert (elsewhere.batches_done, elsewhere.batches_left) == expected
         assert len(sources.taken(elsewhere)) == expected[1]
 
@@ -184,10 +171,8 @@ def test_who_asks_again_for_a_bad_batch_of_a_stream_is_told() -> None:
 
     batches = iter(midepoch.wrap(numbers))
     assert [next(batches) for _ in range(3)] == [0, 1, 2]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MidepochWarning)
-        with pytest.raises(ValueError, match="a bad sample"):
-            next(batches)
+    with warnings.catch_warnings(action="error"), pytest.raises(ValueError, match="a bad sample"):
+        next(batches)
     told = pytest.warns(MidepochWarning, match="position 3 of epoch 0 has failed again.*pass over bad samples")
     with told, pytest.raises(ValueError, match="a bad sample"):
         next(batches)
@@ -195,9 +180,8 @@ def test_who_asks_again_for_a_bad_batch_of_a_stream_is_told() -> None:
 
 @pytest.mark.parametrize(("bad", "num_workers"), [([0], 0), ([2, 3], 1), ([4, 5], 0)], ids=str)
 def test_who_goes_on_after_an_error_gets_the_batch_behind(bad: list[int], num_workers: int, tmp_path: Path) -> None:
-    marker = tmp_path / "failing"
+    marker, whole = tmp_path / "failing", epochs(shuffled, 2)
     marker.touch()
-    whole = epochs(shuffled, 2)
     dataset = sources.Failing(22, [int(whole[0][number][1][0]) for number in bad], marker)
     loader = midepoch.wrap(DataLoader(dataset, batch_size=4, shuffle=True, num_workers=num_workers), seed=5)
     batches, states, got = iter(loader), [loader.state_dict()], []
@@ -215,8 +199,7 @@ def test_who_goes_on_after_an_error_gets_the_batch_behind(bad: list[int], num_wo
     assert got == [batch for number, batch in enumerate(whole[0]) if number not in bad]
     (passed_over,) = [str(each.message) for each in told]
     first, last = 4 * bad[0], min(4 * bad[-1] + 4, 22) - 1
-    assert f"positions {first} to {last} of epoch 0 were passed over" in passed_over
-    assert "cannot be read" in passed_over
+    assert re.search(f"positions {first} to {last} of epoch 0 were passed over.*cannot be read", passed_over)
     assert place(loader) == (1, 0)
     marker.unlink()
     assert sources.taken(loader) == whole[1]
@@ -226,7 +209,6 @@ def test_who_goes_on_after_an_error_gets_the_batch_behind(bad: list[int], num_wo
 
 def test_in_a_larger_world_a_failed_batch_is_given_again(tmp_path: Path) -> None:
     marker = tmp_path / "failing"
-    marker.touch()
     dataset = sources.Failing(22, range(8), marker)
     for on_error, following in ((None, 1), ("retry", 1), ("next", 2)):
         settings: Any = {"on_error": on_error, "world": midepoch.World(1, 2), "seed": 5}
@@ -263,9 +245,7 @@ def test_a_source_with_its_own_state_remembers_batches() -> None:
     with pytest.raises(StateError, match="in_flight=3, but the states of 2 batches are kept: pass remember="):
         loader.state_dict(3)
     forgetful = own_state(0)
-    batches = iter(forgetful)
-    next(batches)
-    next(batches)
+    _two = sources.taken(forgetful, 2)
     with pytest.raises(StateError, match="remember="):
         forgetful.state_dict(1)
 
@@ -276,8 +256,7 @@ def test_a_length_that_changes_in_mid_epoch_is_named(kind: str, change: int) -> 
     items = list(range(22))
     source = {"list": items, "dataset": DataLoader(items, batch_size=4), "iterable": Measured(items)}[kind]  # type: ignore[arg-type]
     loader = midepoch.wrap(source, seed=0)
-    batches = iter(loader)
-    next(batches)
+    next(batches := iter(loader))
     before = place(loader)
     items[:] = items[:-1] if change < 0 else [*items, 22]
     with pytest.raises(SourceError, match=rf"22.*{22 + change}"):
@@ -330,36 +309,23 @@ def test_the_world_must_not_change_between_passes(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(MidepochError, match=r"0 of 1.*1 of 2"):
         sources.taken(loader)
     # After a load it may.
-    loader.load_state_dict(state)
-    assert loader.batches_left == 2
-    there = shuffled(world=World(1, 2))
-    there.load_state_dict(state)
-    assert sources.taken(loader) == sources.taken(there)
+    assert sources.loaded(loader, state).batches_left == 2
+    assert sources.taken(loader) == sources.taken(sources.loaded(shuffled(world=World(1, 2)), state))
 
 
 WRONG: dict[str, tuple[type[Exception], list[Any]]] = {
-    "seed": (ValueError, [-1, 1 << 64, 1.0, True]),
-    "world": (TypeError, [(0, 1)]),
-    "shard": (TypeError, [1]),
-    "randomness": (ValueError, ["batch"]),
-    "tail": (ValueError, ["cut"]),
-    "fingerprint": (ValueError, ["f" * 65, 7]),
-    "remember": (ValueError, [-1, 1025]),
-    "then": (TypeError, [3]),
-    "verify": (ValueError, ["always"]),
+    "seed": (ValueError, [-1, 1 << 64, 1.0, True]), "world": (TypeError, [(0, 1)]), "shard": (TypeError, [1]),
+    "randomness": (ValueError, ["batch"]), "tail": (ValueError, ["cut"]), "fingerprint": (ValueError, ["f" * 65, 7]),
+    "remember": (ValueError, [-1, 1025]), "then": (TypeError, [3]), "verify": (ValueError, ["always"]),
     "on_error": (ValueError, ["skip", 1]),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrap_checks_its_arguments(name: str) -> None:
-    kind, values = WRONG[name]
-    for value in values:
-        with pytest.raises(kind, match=name):
-            midepoch.wrap([1, 2], **{name: value})
-    for count in (1.0, True):
-        with pytest.raises(TypeError, match="remember"):
-            midepoch.wrap([1, 2], remember=count)  # type: ignore[arg-type]
+def test_wrap_checks_its_arguments() -> None:
+    for name, (kind, values) in [*WRONG.items(), ("remember", (TypeError, [1.0, True]))]:
+        for value in values:
+            with pytest.raises(kind, match=name):
+                midepoch.wrap([1, 2], **{name: value})
 
 
 def test_a_loader_is_true_unless_it_is_known_to_be_empty() -> None:
