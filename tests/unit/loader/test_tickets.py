@@ -1,15 +1,19 @@
-"""Batches that are finished in any order: `loader.ticket`, `finish`, `frontier`. Histories: tests/unit/order."""
+"""Batches that are finished in any order: `loader.ticket`, `finish`, `frontier`.
+
+Histories of them, and the random numbers of what comes again, are in tests/unit/order; threads in tests/jobs.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
 import pickle
 import signal
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,46 +37,38 @@ def numbers(batch: Any) -> list[int]:
 def begun(count: int, **options: Any) -> tuple[midepoch.Loader, Any, list[Any]]:
     """A loader of which so many batches were taken, its pass, and their tickets."""
     loader = wrapped(20, 2, shuffle=False, **options)
-    this, tickets = iter(loader), []
-    for _ in range(count):
-        next(this)
-        tickets.append(loader.ticket)
-    return loader, this, tickets
+    this = iter(loader)
+    return loader, this, [loader.ticket for _ in itertools.islice(this, count)]
+
+
+def finish(loader: midepoch.Loader, tickets: Iterable[Any]) -> None:
+    for ticket in tickets:
+        loader.finish(ticket)
+
+
+def saved(loader: midepoch.Loader) -> tuple[int, int, str]:
+    """What matters here of a state: it has the epoch, the frontier in it, and what is done beyond."""
+    state = loader.state_dict()
+    return state["epoch"], state["position"], state["omit"]
 
 
 def resumed(state: Any, **options: Any) -> midepoch.Loader:
-    loader = wrapped(20, 2, shuffle=False, **options)
-    loader.load_state_dict(json.loads(json.dumps(state)))
-    return loader
+    made: midepoch.Loader = sources.loaded(wrapped(20, 2, shuffle=False, **options), json.loads(json.dumps(state)))
+    return made
 
 
 def test_the_state_is_the_frontier_and_what_is_done_beyond_it() -> None:
     loader, _, tickets = begun(5)
     assert (loader.frontier, loader.position) == ((0, 0), 10)
-    for step in (3, 1, 0):
-        loader.finish(tickets[step])
-    state = loader.state_dict()
-    assert (state["position"], state["omit"], loader.frontier) == (4, "done:2.3.1", (0, 4))
-    other = resumed(state)
+    finish(loader, [tickets[3], tickets[1], tickets[0]])
+    assert (saved(loader), loader.frontier) == ((0, 4, "done:2.3.1"), (0, 4))
+    other = resumed(state := loader.state_dict())
     assert (other.state_dict(), other.frontier, other.batches_left, other.batches_done) == (state, (0, 4), 7, 3)
     assert [numbers(batch) for batch in other] == [[4, 5], [8, 9], *([p, p + 1] for p in range(10, 20, 2))]
     assert (other.epoch, len(other), other.state_dict()["omit"]) == (1, 10, "")
     other.load_state_dict(state)
     other.seek(0)
     assert len(list(other)) == 10
-
-
-def test_what_comes_again_has_its_random_numbers() -> None:
-    whole = dict(sample for batch in wrapped(20, 2) for sample in batch)
-    loader = wrapped(20, 2)
-    tickets = [loader.ticket for _ in loader]
-    for step in (1, 2, 5, 9):
-        loader.finish(tickets[step])
-    for workers in (0, 2):
-        other = wrapped(20, 3, num_workers=workers)
-        other.load_state_dict(loader.state_dict())
-        rest = [sample for batch in other for sample in batch]
-        assert len(rest) == 12 and all(whole[index] == drawn for index, drawn in rest)
 
 
 def test_a_ticket_is_small_and_goes_through_queues_and_pickle() -> None:
@@ -87,15 +83,6 @@ def test_a_ticket_is_small_and_goes_through_queues_and_pickle() -> None:
         pickle.loads(pickle.dumps(loader)).finish(tickets[1])
 
 
-def test_threads_finish() -> None:
-    loader = wrapped(2000, 2)
-    with ThreadPoolExecutor(4) as pool:
-        for _ in loader:
-            pool.submit(loader.finish, loader.ticket)
-            loader.state_dict()  # whatever is finished by now
-    assert loader.frontier == (1, 0)
-
-
 def test_what_was_taken_before_the_first_ticket_is_finished() -> None:
     loader, this, _ = begun(0)
     next(this), next(this), next(this)
@@ -103,7 +90,7 @@ def test_what_was_taken_before_the_first_ticket_is_finished() -> None:
     assert loader.frontier == (0, 4)
     next(this)
     loader.finish(ticket)
-    assert (loader.state_dict()["position"], loader.state_dict()["omit"]) == (6, "")
+    assert saved(loader) == (0, 6, "")
     loader, this, _ = begun(0)
     list(this)
     ticket = loader.ticket  # of an epoch's last batch
@@ -114,20 +101,18 @@ def test_what_was_taken_before_the_first_ticket_is_finished() -> None:
 
 def test_an_epoch_is_left_when_all_is_finished() -> None:
     loader, this, tickets = begun(3)
-    with pytest.raises(MidepochError, match="epoch 0 cannot be left: the batch at position 0 is not finished"):
+    told = "epoch 0 cannot be left: the batch at position 0 is not finished"
+    with pytest.raises(MidepochError, match=told):
         next(iter(loader))
     assert (loader.epoch, loader.position) == (0, 6), "a pass that is broken off keeps its epoch"
-    for batch in this:
-        tickets.append(loader.ticket)
-        assert numbers(batch) == [2 * len(tickets) - 2, 2 * len(tickets) - 1]
-    for ticket in tickets[1:]:
-        loader.finish(ticket)
+    tickets += [loader.ticket for _ in this]
+    finish(loader, tickets[1:])
     for leave in (lambda: next(iter(loader)), loader.peek, lambda: loader.set_epoch(2)):
-        with pytest.raises(MidepochError, match="epoch 0 cannot be left: the batch at position 0 is not finished"):
+        with pytest.raises(MidepochError, match=told):
             leave()
     assert [numbers(batch) for batch in resumed(loader.state_dict())] == [[0, 1]]
     loader.finish(tickets[0])
-    assert loader.state_dict()["epoch"] == 1
+    assert saved(loader) == (1, 0, "")
     assert numbers(next(iter(loader))) == [0, 1]
 
 
@@ -137,9 +122,9 @@ def test_the_body_of_epochs_waits_for_what_is_open() -> None:
     next(epochs)
     tickets = [loader.ticket for _ in loader]
     loader.finish(tickets[0])
-    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (0, 2)
+    assert saved(loader) == (0, 2, "")
     loader.finish(tickets[1])
-    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (0, 4)
+    assert saved(loader) == (0, 4, "")
     assert next(epochs) == 1
     _ = [loader.ticket for _ in loader]
     with pytest.raises(MidepochError, match="epoch 1 cannot be left"):
@@ -190,9 +175,8 @@ def test_a_batch_that_failed_to_be_read_does_not_end_the_steps() -> None:
         except OSError:
             pass
     assert tickets[0].session != tickets[3].session
-    loader.finish(tickets[3])
-    loader.finish(tickets[0])
-    assert (loader.state_dict()["position"], loader.state_dict()["omit"]) == (2, "done:2.3.1")
+    finish(loader, [tickets[3], tickets[0]])
+    assert saved(loader) == (0, 2, "done:2.3.1")
 
 
 def ranks_at(count: int) -> tuple[list[midepoch.Loader], list[list[Any]]]:
@@ -203,8 +187,8 @@ def ranks_at(count: int) -> tuple[list[midepoch.Loader], list[list[Any]]]:
 def test_each_rank_of_a_larger_world_knows_its_own() -> None:
     loaders, tickets = ranks_at(3)
     assert not loaders[0].capabilities.rank_independent and wrapped(20, 2).capabilities.rank_independent
-    for rank, step in ((0, 0), (0, 2), (1, 2), (1, 1)):
-        loaders[rank].finish(tickets[rank][step])
+    finish(loaders[0], tickets[0][::2])
+    finish(loaders[1], tickets[1][1:])
     assert [loader.frontier for loader in loaders] == [(0, 4), (0, 2)]
     states = [loader.state_dict() for loader in loaders]
     assert len(json.dumps(states[0])) <= 512
@@ -253,10 +237,8 @@ def test_more_open_batches_than_a_state_holds_are_refused() -> None:
 def test_skips_and_what_is_finished_fill_a_state_together() -> None:
     loader = wrapped(4000, 1)
     tickets = [loader.ticket for _ in zip(range(600), loader, strict=False)]
-    for ticket in tickets[1::2]:
-        loader.finish(ticket)
-    other = wrapped(4000, 1)
-    other.load_state_dict(loader.state_dict())
+    finish(loader, tickets[1::2])
+    other = sources.loaded(wrapped(4000, 1), loader.state_dict())
     for start in range(1000, 1424, 2):  # 212 more
         other.skip(start, start + 1)
     state = other.state_dict()
@@ -289,10 +271,9 @@ def test_what_says_otherwise_which_batches_count_is_refused() -> None:
 
 def test_damaged_texts_of_what_is_finished_are_refused() -> None:
     loader, _, tickets = begun(5)
-    for step in (0, 3):
-        loader.finish(tickets[step])
+    finish(loader, tickets[:4:3])
     state = loader.state_dict()
-    assert (state["position"], state["omit"]) == (2, "done:2.3.1")
+    assert saved(loader) == (0, 2, "done:2.3.1")
     for text in ("done:2.3.1 done:2.3.1", "done:2.3", "done:1.3.0", "0:1.1.1 done:2.3.1", "done:1.1.1", "done:1.i.3"):
         with pytest.raises(StateCorruptError, match="omit"):
             loader.load_state_dict(midepoch.reseal({**state, "omit": text}))
@@ -309,17 +290,10 @@ def test_an_order_without_an_end_has_tickets() -> None:
         return midepoch.wrap(DataLoader(dataset, 2, sampler=sampler, collate_fn=list), seed=1)
 
     loader = made()
-    this, given = iter(loader), list[Any]()
-    tickets = list[Any]()
-    for _ in range(9):
-        given.append(next(this))
-        tickets.append(loader.ticket)
-    for step in (0, 1, 4, 8):
-        loader.finish(tickets[step])
-    other = made()
-    other.load_state_dict(loader.state_dict())
-    rest = iter(other)
-    assert [next(rest) for _ in range(5)] == [given[step] for step in (2, 3, 5, 6, 7)]
+    given = [(batch, loader.ticket) for batch in itertools.islice(loader, 9)]
+    finish(loader, [given[step][1] for step in (0, 1, 4, 8)])
+    rest = itertools.islice(sources.loaded(made(), loader.state_dict()), 5)
+    assert list(rest) == [given[step][0] for step in (2, 3, 5, 6, 7)]
 
 
 @pytest.mark.parametrize("at", [4, 5, 6])
@@ -328,8 +302,7 @@ def test_what_is_open_when_a_signal_ends_an_epoch_comes_again(at: int, tmp_path:
 
     def life(signal_at: int = 0) -> list[int]:
         loader, done = midepoch.wrap(DataLoader(sources.Indices(12), batch_size=2), seed=0), list[int]()
-        snapshot = midepoch.Snapshot(tmp_path / "snapshot.pt", data=loader)
-        waiting = deque[Any]()
+        snapshot, waiting = midepoch.Snapshot(tmp_path / "snapshot.pt", data=loader), deque[Any]()
 
         def train() -> None:
             ticket, batch = waiting.popleft()
