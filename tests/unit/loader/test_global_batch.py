@@ -23,15 +23,15 @@ from support import sources
 EXAMPLES = 4000 if os.environ.get("MIDEPOCH_CHAOS") else 30
 
 
+Sizes = tuple[int, int, int]  # of the data, a micro-batch and a global batch
+
+
 def make(world: World, size: int, micro: int, together: int | None, **options: Any) -> Loader:
     source = DataLoader(sources.Indices(size), batch_size=micro, shuffle=options.pop("shuffle", True))
     return midepoch.wrap(source, seed=5, world=world, global_batch=together, **options)
 
 
-@st.composite
-def jobs(draw: st.DrawFn) -> tuple[int, int, int]:
-    micro = draw(st.integers(1, 5))
-    return draw(st.integers(1, 60)), micro, draw(st.integers(1, 30))
+JOBS = st.tuples(st.integers(1, 60), st.integers(1, 5), st.integers(1, 30))
 
 
 class Job:
@@ -99,21 +99,17 @@ class Job:
 
 def whole_order(size: int, epoch: int) -> list[int]:
     loader = make(World(), size, 1, None)
-    return [[int(batch) for batch in loader] for _ in range(epoch + 1)][epoch]
+    loader.seek(epoch)
+    return list(map(int, loader))
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(jobs(), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 1 << 30))
-def test_any_sequence_of_worlds_covers_the_epoch_in_equal_steps(
-    job: tuple[int, int, int], worlds: list[int], seed: int
-) -> None:
-    size, micro, together = job
-    chance, ranks = random.Random(seed), Job(size, micro, together)
-    orders = [whole_order(size, epoch) for epoch in range(2)]
+@given(JOBS, st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 1 << 30))
+def test_any_sequence_of_worlds_covers_the_epoch_in_equal_steps(job: Sizes, worlds: list[int], seed: int) -> None:
+    chance, ranks, size = random.Random(seed), Job(*job), job[0]
     ranks.become(worlds[0])
     for epoch in range(2):
-        trained: list[int] = []
-        committed = 0
+        order, trained, committed = whole_order(size, epoch), list[int](), 0
         while True:
             event = chance.random()
             if event < 0.3 and committed and ranks.step(stop_after=chance.randint(1, 3)) is not None:
@@ -131,17 +127,16 @@ def test_any_sequence_of_worlds_covers_the_epoch_in_equal_steps(
             trained += got
             committed += 1
             # A step trains the next samples of the order, whoever reads them.
-            assert sorted(trained) == sorted(orders[epoch][: len(trained)])
+            assert sorted(trained) == sorted(order[: len(trained)])
         assert sorted(trained) == list(range(size))
         ranks.passes = [iter(loader) for loader in ranks.loaders]
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(jobs(), st.integers(1, 5))
-def test_lengths_are_those_of_the_batches_that_come(job: tuple[int, int, int], world_size: int) -> None:
-    size, micro, together = job
+@given(JOBS, st.integers(1, 5))
+def test_lengths_are_those_of_the_batches_that_come(job: Sizes, world_size: int) -> None:
     for rank in range(world_size):
-        loader = make(World(rank, world_size), size, micro, together)
+        loader = make(World(rank, world_size), *job)
         assert loader.batches_done == 0
         length = len(loader)
         for number, _ in enumerate(loader, start=1):
@@ -169,8 +164,7 @@ def test_a_state_within_a_global_batch_is_that_of_its_beginning() -> None:
     first = [next(each).tolist() for _ in range(3)]
     state = loader.state_dict()
     second = [next(each).tolist() for _ in range(2)]
-    assert loader.state_dict() == state
-    assert loader.state_dict(in_flight=2) == state
+    assert loader.state_dict() == loader.state_dict(in_flight=2) == state
     assert loader.state_dict(in_flight=3)["position"] == 0
     with pytest.raises(MidepochError, match=r"within the global batch at position 6.*when loader\.step_due"):
         loader.commit()
@@ -178,11 +172,9 @@ def test_a_state_within_a_global_batch_is_that_of_its_beginning() -> None:
     next(each)
     loader.commit()
     assert loader.state_dict()["position"] == 12
-    resumed = make(World(), 20, 2, 6)
-    resumed.load_state_dict(state)
-    again = [batch.tolist() for batch in resumed]
+    again = sources.resumed(lambda: make(World(), 20, 2, 6), state)
     assert again[:2] == second
-    assert sorted(sample for batch in first + again for sample in batch) == list(range(20))
+    assert sorted(sources.flat(first + again)) == list(range(20))
 
 
 def test_a_rollback_or_a_reshard_begins_a_global_batch_anew() -> None:
@@ -203,15 +195,9 @@ def test_a_pass_given_up_in_its_first_global_batch_is_over() -> None:
         break
     assert (loader.epoch, loader.position) == (0, 0)
     with pytest.warns(midepoch.MidepochWarning, match="given up after its first batch"):
-        whole = [sample for batch in loader for sample in batch.tolist()]
-    assert whole == whole_order(20, 1)
+        assert sources.flat(sources.taken(loader)) == whole_order(20, 1)
     other = make(World(), 20, 2, 6)
-    told = []
-    for epoch in other.epochs(2):
-        told.append(epoch)
-        for _ in other:
-            break
-    assert told == [0, 1]
+    assert [(epoch, len(sources.taken(other, 1))) for epoch in other.epochs(2)] == [(0, 1), (1, 1)]
 
 
 def test_then_sees_batches_without_samples_too() -> None:
@@ -263,10 +249,10 @@ def test_the_weight_of_a_plain_loader_is_that_of_its_tail() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    wrong = ((0, ValueError, "at least 1"), (2.0, TypeError, "must be an int"), (True, TypeError, "must be an int"))
+    wrong: Any = (0, ValueError, "at least 1"), (2.0, TypeError, "must be an int"), (True, TypeError, "must be an int")
     for value, kind, words in wrong:
         with pytest.raises(kind, match=f"global_batch.*{words}"):
-            make(World(), 10, 2, value)  # type: ignore[arg-type]
+            make(World(), 10, 2, value)
     with pytest.raises(ValueError, match="leave tail out"):
         make(World(), 10, 2, 4, tail="pad")
     with pytest.raises(UnsupportedSourceError, match="with shard=False"):

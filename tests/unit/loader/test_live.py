@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,20 +42,23 @@ def begun(loader: Loader, count: int = 1, commits: bool = False) -> Iterator[Any
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_persistent_workers_outlive_a_change_of_the_world(persistent: bool) -> None:
-    before = {child.pid for child in psutil.Process().children()}
+    def children() -> set[int]:
+        return {child.pid for child in psutil.Process().children()} - before
+
+    before = set[int]()
+    before |= children()
     loader = by_index(World(0, 2), num_workers=2, persistent_workers=persistent)
-    each = begun(loader)
-    workers = {child.pid for child in psutil.Process().children()} - before
+    each, workers = begun(loader), children()
     assert len(workers) == 2
     for world in (World(0, 3), World(), World(1, 2)):
         loader.reshard(world)
         next(each)
         loader.rollback()
         next(each)
-        now = {child.pid for child in psutil.Process().children()} - before
+        now = children()
         assert now == workers if persistent else len(now) == 2 and not now & workers
     loader.close()
-    assert not {child.pid for child in psutil.Process().children()} - before
+    assert not children()
 
 
 @pytest.mark.parametrize("beside", ["nothing", "a rollback before", "a rollback behind"])
@@ -107,41 +109,19 @@ def test_a_rank_that_joins_where_nothing_is_left_ends_the_epoch(resharded: bool)
 @pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 def test_states_of_ranks_without_a_part_of_the_last_batches() -> None:
     """They lead where those of the others do."""
-    ranks = 3
-    loaders = [replayed(World(rank, ranks)) for rank in range(ranks)]
-    passes = [iter(loader) for loader in loaders]
+    loaders = [replayed(World(rank, 3)) for rank in range(3)]
+    passes = list(map(iter, loaders))
     for each in passes:
-        for _ in range(-(-23 // ranks)):
-            next(each, None)
+        _eight = [next(each, None) for _ in range(8)]
     # A rank that has been told the end is at the next epoch's beginning; one that has not is right before it.
     states = [loader.state_dict() for loader in loaders]
     assert {(state["epoch"], state["position"]) for state in states} == {(0, 23), (1, 0)}
-    following = []
-    for state in states:
-        resumed = replayed(World(0, ranks))
-        resumed.load_state_dict(state)
-        # One that finds nothing left ends: with tail="uneven" others may have more.
-        following.append(sources.taken(resumed) or sources.taken(resumed))
-    assert following[0]
-    assert all(each == following[0] for each in following)
-    assert [next(each, None) for each in passes] == [None] * ranks
+    resumed = [sources.loaded(replayed(World(0, 3)), state) for state in states]
+    # One that finds nothing left ends: with tail="uneven" others may have more.
+    following = [sources.taken(loader) or sources.taken(loader) for loader in resumed]
+    assert following[0] and following == following[:1] * 3
+    assert [next(each, None) for each in passes] == [None] * 3
     assert len({str(loader.state_dict()) for loader in loaders}) == 1
-
-
-def test_states_say_what_is_committed_in_any_thread() -> None:
-    loader = by_index(World())
-    each = begun(loader)
-    loader.commit()
-    committed = loader.state_dict()
-    next(each)
-    assert loader.position == 6
-    with pytest.raises(MidepochError, match="leave in_flight out"):
-        loader.state_dict(1)
-    told: list[Any] = []
-    thread = threading.Thread(target=lambda: told.append(loader.state_dict()))
-    thread.start()
-    thread.join()
-    assert told == [committed] and committed["position"] == 3
 
 
 class Mute(sources.Counter):
@@ -155,8 +135,7 @@ class Mute(sources.Counter):
 
 def test_a_source_that_cannot_say_its_state_is_not_committed() -> None:
     loader = midepoch.wrap(Mute(6), seed=1, world=World())
-    each = begun(loader, 2)
-    loader.commit()
+    each = begun(loader, 2, commits=True)
     committed = loader.state_dict()
     assert [next(each) for _ in range(2)] == [2, 3]
     with pytest.raises(ValueError, match="a state was lost"):
@@ -177,6 +156,8 @@ def test_what_is_refused_leaves_the_loader_as_it_was() -> None:
     loader.commit()
     with pytest.raises(MidepochError, match=r"nothing to commit.*once after each step"):
         loader.commit()
+    with pytest.raises(MidepochError, match="leave in_flight out"):
+        loader.state_dict(1)
     assert loader.state_dict() == before
     counted = by_index(World())
     for _ in counted.epochs(1):
@@ -207,20 +188,14 @@ def of_a_part_that_divides() -> Loader:
     return midepoch.combine({name: midepoch.wrap(part, seed=0, world=World(0, 2)) for name, part in parts.items()})
 
 
-@pytest.mark.parametrize(
-    ("make", "world", "words"),
-    [
-        (built_for_its_rank, World(0, 1), "make it with ShardOptions"),
-        (of_an_uneven_part, World(0, 2), r"tail='uneven'.*tail='pad' or 'drop'"),
-        (of_a_part_that_divides, World(0, 1), "sampler is for rank 0 of 2"),
-    ],
-)
-def test_a_world_that_cannot_be_changes_nothing(
-    make: Callable[[], Loader], world: World, words: str
-) -> None:
+@pytest.mark.parametrize(("make", "world", "words"), [
+    (built_for_its_rank, World(0, 1), "make it with ShardOptions"),
+    (of_an_uneven_part, World(0, 2), r"tail='uneven'.*tail='pad' or 'drop'"),
+    (of_a_part_that_divides, World(0, 1), "sampler is for rank 0 of 2"),
+])  # fmt: skip
+def test_a_world_that_cannot_be_changes_nothing(make: Callable[[], Loader], world: World, words: str) -> None:
     loader = make()
-    each = iter(loader)
-    first = next(each)
+    first = next(each := iter(loader))
     with pytest.raises(UnsupportedSourceError, match=words):
         loader.reshard(world)
     assert digest([first, *each]) == digest(list(make()))
@@ -281,8 +256,7 @@ def test_a_bad_batch_is_not_passed_over_in_another_world(tmp_path: Path) -> None
     """A rank that joins stands at the state of before it, and cannot know."""
     data = sources.Failing(24, [5], tmp_path)
     loader = midepoch.wrap(DataLoader(data, batch_size=2), world=World(), tail="uneven")
-    each = begun(loader, 2)
-    loader.commit()
+    each = begun(loader, 2, commits=True)
     state = loader.state_dict()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="cannot be read"):
@@ -315,9 +289,8 @@ def test_a_loop_that_begins_again_gets_no_batch_before_a_state(workers: int) -> 
     assert loader.position == 6
     with pytest.raises(NotLoadedError, match="load the state"):
         next(each)
-    calls: list[Callable[[], Any]] = [list, lambda: loader.set_epoch(5), loader.rollback]  # as trainers do
     asks: list[Callable[[], Any]] = [lambda: next(iter(loader)), loader.peek]
-    for call in calls:
+    for call in (list, lambda: loader.set_epoch(5), loader.rollback):  # as trainers do
         call()
         for ask in asks:
             with pytest.raises(NotLoadedError, match="load the state"):
