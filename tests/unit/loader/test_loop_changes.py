@@ -56,18 +56,14 @@ def wrapped(dataset: Any, workers: int = 0, kept: bool = False, **options: Any) 
     return midepoch.wrap(source, seed=0, shard=shard, **options)
 
 
-def by_epoch(dataset: Any, epoch: int, step: int) -> None:
-    dataset.factor = 1.0 + epoch
-
-
-def by_step(dataset: Any, epoch: int, step: int) -> None:
-    dataset.factor = 1.0 + epoch + step / 8
-
-
 Change = Callable[[Any, int, int], None]
+CHANGES: dict[str, Change] = {
+    "by epoch": lambda dataset, epoch, step: setattr(dataset, "factor", 1.0 + epoch),
+    "by step": lambda dataset, epoch, step: setattr(dataset, "factor", 1.0 + epoch + step / 8),
+}
 
 
-def cut(loader: Loader, change: Change, at: tuple[int, int] | None) -> tuple[list[Any], Any]:
+def cut(loader: Loader, change: Change, at: tuple[int, int] | None = None) -> tuple[list[Any], Any]:
     """Train until the cut: the batches, and the state. The loop changes the dataset before a pass and after a batch."""
     seen: list[Any] = []
     with loader:
@@ -83,36 +79,32 @@ def cut(loader: Loader, change: Change, at: tuple[int, int] | None) -> tuple[lis
     return seen, None
 
 
-CUTS = [(0, 3), (1, 1), (2, 2)]
-
-
 @pytest.mark.parametrize(("workers", "kept"), [(0, False), (2, True)])
-@pytest.mark.parametrize("change", [by_epoch, by_step])
-@pytest.mark.parametrize("kind", [Scaled, Stream])
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_the_program_restores_is_exact_or_said(
-    kind: Any, change: Change, workers: int, kept: bool, recwarn: pytest.WarningsRecorder
+    change: str, workers: int, kept: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """It saves the factor with the state, and sets it before the first batch, as a program does."""
-    whole, _ = cut(wrapped(kind(), workers, kept), change, None)
-    for at in CUTS:
-        before, saved = cut(wrapped(kind(), workers, kept), change, at)
-        state, factor = saved
-        loader = wrapped(kind(), workers, kept)
-        loader.load_state_dict(state)
+    """It saves the factor with the state, and sets it before the first batch, as a program does.
+
+    Datasets that are read by index are in tests/jobs/test_changed_data.py.
+    """
+    whole, _ = cut(wrapped(Stream(), workers, kept), CHANGES[change])
+    for at in ((0, 3), (1, 1), (2, 2)):
+        before, (state, factor) = cut(wrapped(Stream(), workers, kept), CHANGES[change], at)
+        loader = sources.loaded(wrapped(Stream(), workers, kept), state)
         loader.source.dataset.factor = factor
         recwarn.clear()
         try:
-            rest, _ = cut(loader, change, None)
+            rest, _ = cut(loader, CHANGES[change])
         except SourceError as error:  # what a replay reads again is not what was read
-            assert kind is Stream and change is by_step and "does not repeat itself" in str(error)
+            assert change == "by step" and "does not repeat itself" in str(error)
             continue
         said = [str(each.message) for each in recwarn if RESTORE in str(each.message)]
         if before + rest == whole:
-            assert not said or change is by_step  # workers that read ahead may not have come to where it differs
+            assert not said or change == "by step"  # workers that read ahead may not have come to where it differs
         else:
-            assert len(said) == 1 and f"dataset.factor was {1.0 + at[0]} for the readers, is {factor} now" in said[0]
-        if change is by_epoch or (not workers and kind is Scaled):
-            assert before + rest == whole and not said
+            assert change == "by step" and len(said) == 1
+            assert f"dataset.factor was {1.0 + at[0]} for the readers, is {factor} now" in said[0]
 
 
 def test_a_state_names_what_the_loop_has_changed_and_keeps_it() -> None:
@@ -123,8 +115,7 @@ def test_a_state_names_what_the_loop_has_changed_and_keeps_it() -> None:
     dataset.factor = 3.0
     next(batches)
     assert json.loads(loader.state_dict()["changed"]) == {"dataset.factor": "3.0"}
-    again = wrapped(Scaled())
-    again.load_state_dict(loader.state_dict())
+    again = sources.loaded(wrapped(Scaled()), loader.state_dict())
     again.source.dataset.factor = 3.0
     for _ in again.epochs(2):
         list(again)
@@ -144,8 +135,7 @@ def test_what_is_kept_is_bounded() -> None:
     state = loader.state_dict()
     assert 100 < len(state["changed"]) <= LONGEST_CHANGED
     assert all(name.startswith("dataset.probability_") for name in json.loads(state["changed"]))
-    again = wrapped(dataset)
-    again.load_state_dict(state)
+    again = sources.loaded(wrapped(dataset), state)
     for _ in again:
         assert again.state_dict()["changed"] == state["changed"]
 
@@ -157,16 +147,15 @@ class Flipped(Scaled):
         self.options = {"a": 1}
 
 
-@pytest.mark.parametrize(
-    ("change", "path"),
-    [(lambda data: setattr(data, "flip", None), "dataset.flip"), (lambda data: delattr(data, "flip"), "dataset.flip"),
-     (lambda data: data.options.clear(), "dataset.options['a']")],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "path"), [
+    (lambda data: setattr(data, "flip", None), "dataset.flip"), (lambda data: delattr(data, "flip"), "dataset.flip"),
+    (lambda data: data.options.clear(), "dataset.options['a']"),
+])  # fmt: skip
 def test_what_the_loop_takes_away_is_said(change: Callable[[Any], Any], path: str) -> None:
-    loader, again = wrapped(Flipped()), wrapped(Flipped())
+    loader = wrapped(Flipped())
     next(iter(loader))
     change(loader.dataset)
-    again.load_state_dict(loader.state_dict())
+    again = sources.loaded(wrapped(Flipped()), loader.state_dict())
     with pytest.warns(MidepochWarning, match=re.escape(f"{path} was not set for the readers, is ")):
         next(iter(again))
 
@@ -176,11 +165,9 @@ def test_what_has_grown_large_is_not_gone(many: Any) -> None:
     """As a cache does that reading fills: of a large one nothing but its length is looked at."""
     loader = wrapped(Flipped())
     loader.dataset.options = {"a": 1} if isinstance(many, dict) else [1]
-    said = []
     for _ in loader:
         loader.dataset.options = many
-        said.append(loader.state_dict()["changed"])
-    assert not any("not set" in each for each in said)
+        assert "not set" not in loader.state_dict()["changed"]
 
 
 def test_what_the_loop_sets_back_is_said_as_it_is() -> None:
@@ -192,18 +179,24 @@ def test_what_the_loop_sets_back_is_said_as_it_is() -> None:
     assert said[:4] == ["", '{"dataset.factor":"2.0"}', *['{"dataset.factor":"1.0"}'] * 2]
 
 
-class Trainer:
-    step = 0
+class Collating:
+    """Counts the steps of a trainer, whose method collates; or its own calls."""
+
+    count = 0
 
     def collate(self, samples: Any) -> Any:
         return torch.stack(samples)
 
+    def __call__(self, samples: Any) -> Any:
+        self.count += 1
+        return self.collate(samples)
+
 
 def test_a_trainer_whose_method_collates_is_not_the_readers() -> None:
-    trainer = Trainer()
+    trainer = Collating()
     loader = midepoch.wrap(DataLoader(Scaled(), 2, collate_fn=trainer.collate), seed=0)
     for _ in itertools.chain(loader, loader):
-        trainer.step += 1
+        trainer.count += 1
         assert loader.state_dict()["changed"] == ""
 
 
@@ -211,18 +204,16 @@ def test_a_trainer_whose_method_collates_is_not_the_readers() -> None:
 def test_an_edited_text_is_refused(changed: str) -> None:
     loader = wrapped(Scaled())
     next(iter(loader))
-    state = loader.state_dict()
     with pytest.raises(StateCorruptError):
-        wrapped(Scaled()).load_state_dict(midepoch.reseal({**state, "changed": changed}))
+        wrapped(Scaled()).load_state_dict(midepoch.reseal({**loader.state_dict(), "changed": changed}))
 
 
 def test_nothing_is_looked_at_with_verify_off(monkeypatch: pytest.MonkeyPatch) -> None:
     watched: list[dict[str, Any]] = []
     monkeypatch.setattr(loop_changes, "Watch", lambda objects: watched.append(objects) or Watch(objects))  # type: ignore[func-returns-value]
     loader = wrapped(Scaled(), verify="off")
-    dataset = loader.source.dataset
     for factor in (1.0, 2.0):
-        dataset.factor = factor
+        loader.dataset.factor = factor
         list(loader)
     assert loader.state_dict()["changed"] == "" and watched and not any(watched)
 
@@ -231,25 +222,22 @@ def test_nothing_is_looked_at_with_verify_off(monkeypatch: pytest.MonkeyPatch) -
 def test_data_that_the_loop_renews_are_not_called_others(renewed: bool, recwarn: pytest.WarningsRecorder) -> None:
     """At an epoch's boundary: once the loop has renewed them, and the state says so, others are as they should be."""
 
-    def renew(dataset: Any, epoch: int, step: int) -> None:
-        if not step:
-            dataset.data = torch.arange(12.0) + 100 * epoch * renewed
+    def renew(loader: Any, epoch: int) -> None:
+        loader.dataset.data = torch.arange(12.0) + 100 * epoch * renewed
 
     loader = wrapped(Scaled())
     for epoch in loader.epochs(2):
-        renew(loader.source.dataset, epoch, 0)
+        renew(loader, epoch)
         list(loader)
     state = loader.state_dict()
-    assert (state["epoch"], state["position"]) == (2, 0)
-    assert bool(state["changed"]) == renewed
-    again = wrapped(Scaled())
-    again.load_state_dict(state)
-    renew(again.source.dataset, 2, 0)
+    assert (state["epoch"], state["position"], bool(state["changed"])) == (2, 0, renewed)
+    again = sources.loaded(wrapped(Scaled()), state)
+    renew(again, 2)
     recwarn.clear()
     next(iter(again))
     assert not recwarn.list
     if not renewed:
-        again.source.dataset.data += 5
+        again.dataset.data += 5
         again.load_state_dict(state)
         with pytest.warns(MidepochWarning, match="is not bit for bit"):
             next(iter(again))
@@ -304,21 +292,10 @@ class Remembering(Stream):
         yield from itertools.islice(super().__iter__(), 6 + self.passes)
 
 
-class Counting:
-    """A collate function that counts its calls."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, samples: Any) -> Any:
-        self.calls += 1
-        return torch.stack(samples)
-
-
 def test_what_moves_from_pass_to_pass_as_it_is_read_is_believed() -> None:
     stream = wrapped(Remembering())
-    collating = midepoch.wrap(DataLoader(Scaled(), 2, collate_fn=Counting()), seed=0)
-    for loader, name in ((stream, "passes"), (collating, "calls")):
+    collating = midepoch.wrap(DataLoader(Scaled(), 2, collate_fn=Collating()), seed=0)
+    for loader, name in ((stream, "passes"), (collating, "count")):
         for _ in range(3):
             list(loader)
         promises = loader.capabilities
