@@ -241,7 +241,7 @@ def test_another_or_an_edited_file_is_refused(tmp_path: Path) -> None:
     twister = good["numpy"]["state"]
     for change in ({"pos": (1 << 31) - 8}, {"pos": -1}, {"pos": 625}, {"pos": True}, {"key": np.zeros(700, np.uint32)}):
         wrong.append({**good, "numpy": {**good["numpy"], "state": {**twister, **change}}})
-    zeros, damage = torch.zeros(1, 3), [None, -1, [1], {}]
+    zeros, damage = torch.zeros(1, 3), list[Any]([None, -1, [1], {}])
     names = "id", "steps", "generators", "seed", "world_size"
     weights = 3, zeros.to_sparse(), zeros.to("meta"), zeros.T, "weight"
     models = [{**content["parts"]["model"], "weight": value} for value in weights]

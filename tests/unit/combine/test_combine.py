@@ -326,11 +326,11 @@ WRONG: list[dict[str, Any]] = [
 
 
 def test_arguments_that_make_no_sense() -> None:
-    parts: Any
-    for parts, mode, told in (
+    wrong: Any = (
         ([], "min_size", "at least one"), ([wrap([1])], "zip", "mode must be"), ([[1, 2]], "min_size", "wrap it first"),
         (wrap([1]), "min_size", "a dict, a list or a tuple"),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for parts, mode, told in wrong:
         with pytest.raises((TypeError, ValueError), match=told):
             combine(parts, mode)
     for options in WRONG:

@@ -129,7 +129,8 @@ def test_resealing_refuses_what_no_state_holds() -> None:
     nested: list[Any] = []
     for _ in range(100_000):
         nested = [nested]
-    for state in (None, {}, *(state_with() | {"detail": value} for value in (object(), {1, 2}, nested))):
+    wrong: list[Any] = [None, {}, *(state_with() | {"detail": value} for value in (object(), {1, 2}, nested))]
+    for state in wrong:
         with pytest.raises(StateCorruptError):
             midepoch.reseal(state)
 
