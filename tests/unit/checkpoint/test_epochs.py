@@ -411,7 +411,7 @@ DAMAGED: list[Any] = [
 def test_a_damaged_record_is_refused(tmp_path: Path) -> None:
     only(path := tmp_path / "snapshot.pt")[1].save()
     saved = torch.load(path, weights_only=True)
-    sound: dict[str, Any] = dict.fromkeys(("open", "left", "within", "ahead"), [])
+    sound: dict[str, Any] = {name: [] for name in ("open", "left", "within", "ahead")}
     sound |= {"empty": {}, "lead": None, "unknown": "", "epoch": 0, "ends": False}
     for content in (3, None, {}, *(sound | changes for changes in DAMAGED)):
         torch.save({**saved, "body": content}, path)
