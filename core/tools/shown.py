@@ -211,7 +211,7 @@ def _named(samples: Sequence[Hashable]) -> str:
 def show_contents(contents: Contents) -> None:
     """Print the states, and what is damaged."""
     facts = [f", {name} {' '.join(of) if isinstance(of, list) else of}" for name, of in contents.facts.items()]
-    told = f"{contents.path}: {contents.kind}, saved {_ago(contents.saved)}{''.join(facts)}"
+    told = f"{contents.path}: {contents.kind}, saved {_date(contents.saved)}{''.join(facts)}"
     parts: list[Part] = [as_text(told)]
     parts += [as_text(f"damaged: {problem}", "bold red") for problem in contents.problems]
     for entry in contents.states:
@@ -252,16 +252,9 @@ def _short(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _ago(moment: float) -> str:
-    if not 0 <= moment < 1 << 40:
-        return "at an unknown time"
-    seconds = time.time() - moment
-    date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
-    for name, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if seconds >= length:
-            count = int(seconds // length)
-            return f"{date}, {count} {name}{'s' if count > 1 else ''} ago"
-    return f"{date}, {'just now' if seconds >= 0 else 'in the future'}"
+def _date(moment: float) -> str:
+    known = 0 <= moment < 1 << 40  # what a damaged file says may be any number
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) if known else "at an unknown time"
 
 
 def as_json(contents: Contents) -> str:

@@ -248,6 +248,7 @@ class Body:
         unknown: the loaders whose length is not known.
         outside: a loader that is read by one iterator during the whole run, a batch for each of `loops`' batches.
         skips: in epoch 1, the loops from this one on.
+        looks: what each process reads before the loop over epochs: a loader, and at most so many batches.
     """
 
     batches: Sequence[int]
@@ -255,6 +256,7 @@ class Body:
     unknown: Collection[int] = ()
     outside: int | None = None
     skips: int | None = None
+    looks: Sequence[tuple[int, int]] = ()
 
     @classmethod
     def random(cls, seed: int) -> Body:
@@ -270,7 +272,9 @@ class Body:
             loops[0] = loops[0]._replace(steps=True)
         skips = draw.randrange(1, len(loops)) if len(loops) > 1 and draw.random() < 0.2 else None
         batches = [draw.choice((1, 2, 2, 3, 3, 4, 5)) for _ in range(count)]
-        return cls(batches, loops, [each for each in range(count) if draw.random() < 0.2], outside, skips)
+        unknown = [each for each in range(count) if draw.random() < 0.2]
+        looks = [(draw.randrange(count), draw.choice((1, 2, 9))) for _ in range(draw.choice((0, 0, 1, 2)))]
+        return cls(batches, loops, unknown, outside, skips, looks)
 
     def __call__(self, make: Make, log: Log, epochs: int) -> None:
         """Train. A loop that is left together with the loop over epochs is gone on with."""
@@ -280,6 +284,8 @@ class Body:
         loaders = [self.loader(number) for number in range(len(self.batches))]
         parts = {f"loader_{number}": each for number, each in enumerate(loaders)}
         snapshot = make(log=log, optimizer=optimizer, schedule=schedule, **parts)
+        for number, most in self.looks:
+            list(itertools.islice(loaders[number], most))
         endless = None if self.outside is None else Restarted(loaders[self.outside])
         while True:
             try:

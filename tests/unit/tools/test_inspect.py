@@ -52,7 +52,7 @@ def test_a_snapshot_as_a_person_and_as_a_program_read_it(tmp_path: Path) -> None
     state = snapshot(path)
     done = inspect(path)
     assert done.returncode == 0, done.stderr
-    told = "snapshot, saved 20", "just now", "steps 3", "parts.data", "dataloader", "12 of 40 (30.0%)", "1 ranks"
+    told = "snapshot, saved 20", "steps 3", "parts.data", "dataloader", "12 of 40 (30.0%)", "1 ranks"
     for words in (*told, "batch size 4", "holds"):
         assert words in done.stdout, words
     found = json.loads(inspect(path, "--json").stdout)
