@@ -779,12 +779,12 @@ class Progress:
         Returns:
             Where that began; None if there is nothing of the kind.
         """
-        if self.looked is None:
+        if self.looked is None or self.committed is not None or self.context.tickets.epoch is not None:
             return None
         (place, new_epoch), origin, loaded = self.looked, self.origin, self.loaded
         if origin is not None and origin[:2] == place[:2]:
             place = origin  # with the detail that its first session was opened with
-        if self.latest() is None and self.context.tickets.epoch is None and not isinstance(place.detail, Unknown):
+        if self.latest() is None and not isinstance(place.detail, Unknown):
             self.put(place)
             self.origin, self.loaded, self.new_epoch = origin, loaded, new_epoch
         return place

@@ -25,6 +25,7 @@ import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
 from midepoch import MidepochError, MidepochWarning, Snapshot, SnapshotError, StateMismatchError
@@ -122,6 +123,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     *[({"model": MODEL, name: value}, "must be an int of at least 1")
       for name, value in (("every", 0), ("every", 1.5), ("every", True), ("keep", 0))],
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("remember", [0, 1])
+def test_a_step_refuses_what_no_save_could_know(remember: int, tmp_path: Path) -> None:
+    """A validation of the same kind, of which no batch is in flight, is none of its business."""
+    made = [StatefulDataLoader(list(range(8)), batch_size=2) for _ in range(2)]
+    data, other = midepoch.wrap(made[0], remember=remember), midepoch.wrap(made[1])
+    refusal = pytest.raises(SnapshotError, match=r"data keeps no state .*, and 1 are in flight: pass remember=1 to")
+    with Snapshot(tmp_path / "snapshot.pt", signals=(), data=data, other=other) as snapshot:
+        for _ in snapshot.epochs(1):
+            batches = iter(data)
+            next(batches)
+            with contextlib.nullcontext() if remember else refusal:
+                snapshot.step(1)
+                snapshot.save(1)
 
 
 def test_arguments_that_make_no_sense(tmp_path: Path) -> None:
