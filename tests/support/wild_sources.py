@@ -265,8 +265,6 @@ class Fetcher(Around):
 
 
 class BeginsAgain:
-    """A sampler that begins again and again."""
-
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
 
@@ -355,8 +353,6 @@ class ItsOwn(Around):
 
 
 class OneMore(Around):
-    """Gives one more behind the last batch."""
-
     def __iter__(self) -> Iterator[Any]:
         yield from self.loader
         yield torch.zeros(1, 2)
@@ -392,16 +388,12 @@ class AllAtOnce(Around):
 
 
 class LooksFirst(Around):
-    """Looks at a batch before it begins."""
-
     def __iter__(self) -> Iterator[Any]:
         self.shape = next(iter(self.loader)).shape
         yield from self.loader
 
 
 class InAThread(Around):
-    """A thread reads ahead."""
-
     def __iter__(self) -> Iterator[Any]:
         batches: queue.Queue[Any] = queue.Queue(2)
 
@@ -415,8 +407,6 @@ class InAThread(Around):
 
 
 class WorksInAThread(Around):
-    """Another thread works on each batch."""
-
     def __iter__(self) -> Iterator[Any]:
         with ThreadPoolExecutor(1) as pool:
             for batch in self.loader:

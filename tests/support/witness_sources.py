@@ -86,7 +86,6 @@ def make_webdataset(
     urls: list[str], workers: int = 0, batch: int = 2, world: tuple[int, int] = (0, 1),
     options: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """A wrapped loader of shards."""
     import webdataset as wds
 
     dataset = wds.WebDataset(urls, shardshuffle=9, nodesplitter=wds.split_by_node).shuffle(9).map(of_shard)
@@ -113,7 +112,6 @@ def make_streaming(
     local: str | None = None, remote: str | None = None, workers: int = 0, batch: int = 2, shuffle: bool = True,
     persistent: bool = False, options: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """A wrapped StreamingDataLoader."""
     from streaming import StreamingDataLoader, StreamingDataset
 
     from support import streaming_sources  # noqa: F401

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import random
 import sys
 import types
@@ -231,15 +230,9 @@ class Reseeding(sources.Indices):
 @pytest.mark.parametrize("kind", [OfTwoKinds, Reseeding])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_generators_made_by_the_first_batch_are_exact(kind: type[sources.Indices], num_workers: int) -> None:
-    def make() -> Loader:
-        return wrapped(kind(32), num_workers)
-
-    with make() as loader, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("error")  # code that makes one anew seeds it itself
-        whole = sources.taken(loader) + sources.taken(loader)
-    for cut in (1, 8, 11):
-        rest = sources.resumed(make, _state_after(make, cut))
-        assert rest and rest == whole[cut : cut + len(rest)]
+        sources.every_place(lambda: wrapped(kind(32), num_workers), (1, 8, 11), read=sources.plain)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -280,13 +273,6 @@ def test_a_generator_that_samples_move_keeps_its_stream() -> None:
     assert still.reads == moving.reads == 32 + 1  # the first sample once more
 
 
-def _state_after(make: Callable[[], Loader], batches: int) -> Any:
-    with make() as loader:
-        for _ in itertools.islice(itertools.chain(loader, loader), batches):
-            state = loader.state_dict()
-    return state
-
-
 # --- looking on where nobody draws ---
 
 
@@ -319,9 +305,7 @@ def test_only_the_batch_that_draws_first_is_read_again() -> None:
     whole = sources.taken(loader)
     assert loader.source.dataset.reads == 40 + 1  # the first sample once more
     assert len({drawn for batch in whole for _, drawn in batch}) == 5
-    for cut in (1, 2, 3, 6):
-        make = functools.partial(wrapped, Seldom(36))
-        assert sources.resumed(make, sources.heads(make, cut)[1]) == whole[cut:]
+    assert sources.every_place(lambda: wrapped(Seldom(36)), read=sources.plain)[0] == whole
 
 
 def every_state() -> list[Any]:
