@@ -94,7 +94,7 @@ class Hidden(Sampler[Any]):
 
 DIVIDING = {
     "numpy's integers": lambda: loader(Named(_rank=np.int64(1), _world_size=np.int32(2))),
-    "names of data-parallel ranks": lambda: loader(Named(data_parallel_rank=1, data_parallel_size=2)),
+    "names of data-parallel ranks": lambda: loader(Named(data_parallel_rank=0, data_parallel_size=2)),
     "a World": lambda: loader(OfAWorld(World(1, 2))),
     "a rank, with nothing to build it for one": lambda: loader(OnlyItsRank(1)),
     "a DistributedSampler under another name": lambda: loader(batch_sampler=Holding(distributed())),
