@@ -182,8 +182,8 @@ class BatchBefore:
 
     before: Any = None
 
-    def __call__(self, samples: list[int]) -> Any:
-        batch = torch.tensor(samples, dtype=torch.float64)
+    def __call__(self, samples: Any) -> Any:
+        batch = torch.as_tensor(samples, dtype=torch.float64)
         before, self.before = self.before, batch
         return batch if before is None or len(before) != len(batch) else (batch + before) / 2
 
@@ -226,6 +226,11 @@ def collated_by(make: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: DataLoader(range(SIZE), BATCH, shuffle=True, collate_fn=make())  # type: ignore[arg-type]
 
 
+def worked_on() -> Any:
+    data: Any = range(SIZE)
+    return midepoch.wrap(DataLoader(data, BATCH, shuffle=True), seed=3, then=BatchBefore())
+
+
 def around_kept_workers() -> Any:
     loader = DataLoader(sources.Indices(SIZE), BATCH, shuffle=True, num_workers=1, persistent_workers=True)
     return midepoch.wrap(wild_sources.OnDevice(loader), seed=3, inside="loader")
@@ -245,6 +250,7 @@ ROWS: dict[str, Row] = {
     "a thread that reads ahead": Row(ReadsAhead, "believed"),
     "a replay that begins and ends alike": Row(SameLast, "chain"),
     "a collate function that adds the batch before": Row(collated_by(BatchBefore), "told", AUGMENTATIONS),
+    "work on batches that adds the batch before": Row(worked_on, "told", AUGMENTATIONS),
     "a collate function seeded by the system": Row(collated_by(lambda: from_entropy), "believed"),
     # What a job does not try.
     "a few samples draw entropy": found(over(SometimesEntropy), "samples", r"two reads of sample \d+ differ"),

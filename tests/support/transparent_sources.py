@@ -155,6 +155,7 @@ SOUND: dict[str, Make] = {
     "exposes its sampler, none for some": part(loader_of, part(sources.Documents, {0: 0, 5: 0, 10: 0}, SIZE)),
     "exposes its sampler, flushes": part(loader_of, part(sources.Flushed, size=SIZE)),
     "exposes a sampler that asks for its worker": part(loader_of, exposing),
+    "a stream divided by its workers": part(loader_of, part(sources.Stream, SIZE, by_worker=True), shard=False),
     "its own iterator": part(wrapped, Restarts, shard=True),
     "its own iterator, in a DataLoader": part(loader_of, RestartsInLoader, shard=True),
     "its own iterator with a state, in a DataLoader": part(loader_of, WithItsState),

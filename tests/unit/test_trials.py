@@ -301,6 +301,22 @@ def test_a_sample_that_keeps_its_first_random_numbers_is_told(workers: int, by_t
     assert not (workers and KEPT), "the main process reads nothing where there are workers"
 
 
+class Blank:
+    __slots__ = ()
+
+
+BLANK: list[Any] = [[1, Blank()]] * 8
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("source", [DataLoader(BLANK, 4, collate_fn=list), lambda: iter(BLANK)])  # type: ignore[arg-type]
+def test_objects_that_cannot_be_compared_are_named(source: Any) -> None:
+    loader = midepoch.wrap(source, seed=3)
+    list(loader)
+    exact = loader.capabilities.exact_order
+    assert exact.holds and exact.reason.endswith("never compared, since unknown: Blank")
+
+
 # --- copies that share nothing that changes ---
 
 

@@ -18,6 +18,7 @@ import midepoch
 from midepoch import ResumableSampler, SourceError, StateMismatchError, UnsupportedSourceError, World
 from midepoch import samplers as listing
 from midepoch.order import Endless, Sequential, Shuffled
+from midepoch.reading.units import Units
 from support import sources
 from support import wild_sources as wild
 
@@ -146,6 +147,10 @@ def test_finite_ones_are_listed_up_to_one_bound(monkeypatch: pytest.MonkeyPatch)
 def test_one_that_begins_again_at_its_end_is_asked_no_further() -> None:
     assert len(wrapped(wild.ItsOwnIterator(SIZE))) == -(-SIZE // BATCH)
     assert indices(sources.taken(wrapped(wild.ItsOwnIterator(SIZE)))) == list(reversed(range(SIZE)))
+    units = Units(iter(wild.ItsOwnIterator(5)))
+    assert [list(units.take(3)) for _ in range(3)] == [[4, 3, 2], [1, 0], []]
+    with pytest.raises(StopIteration):
+        units.next()
     many = midepoch.wrap(DataLoader(sources.Indices(3000), 1000, sampler=wild.ItsOwnIterator(3000)))
     assert sources.flat(sources.taken(many)) == list(reversed(range(3000)))
 
