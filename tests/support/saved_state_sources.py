@@ -7,6 +7,7 @@ version can.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 import sys
@@ -33,8 +34,7 @@ class Drawing(Dataset[Any]):
     """Sample i with a number of each global generator and of one of its own."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        self.rng = np.random.default_rng()
+        self.size, self.rng = size, np.random.default_rng()
 
     def __len__(self) -> int:
         return self.size
@@ -105,20 +105,14 @@ SOURCES: dict[str, Callable[[], Any]] = {
 }
 
 
-def digest(batches: list[Any]) -> str:
-    """Of numbers to their last bit."""
-    return hashlib.sha256(repr(batches).encode()).hexdigest()[:32]
+def following(source: Any) -> str:
+    """A digest, to the last bit, of the next six batches, over the end of the epoch if need be."""
+    batches = itertools.islice((batch for _ in itertools.count() for batch in source), 6)
+    return hashlib.sha256(repr(list(batches)).encode()).hexdigest()[:32]
 
 
-def following(source: Any, count: int = 6) -> str:
-    """What comes next: so many batches, over the end of the epoch if need be."""
-    taken: list[Any] = []
-    while len(taken) < count:
-        for batch in source:
-            taken.append(batch)
-            if len(taken) == count:
-                break
-    return digest(taken)
+def file_of(name: str) -> str:
+    return f"{name.replace(' ', '_').replace(',', '')}.json"
 
 
 def write(folder: Path) -> None:
@@ -129,14 +123,13 @@ def write(folder: Path) -> None:
             source = make()
             if name == "large" and batches is None:
                 continue
-            for number, _ in enumerate(source, start=1):
-                if number == batches:
-                    break
+            for _ in itertools.islice(source, batches):
+                pass
             state = source.state_dict()
             fresh = make()
             fresh.load_state_dict(state)
             saved.append({"state": state, "following": following(fresh)})
-        (folder / f"{name.replace(' ', '_').replace(',', '')}.json").write_text(json.dumps(saved, indent=1) + "\n")
+        (folder / file_of(name)).write_text(json.dumps(saved, indent=1) + "\n")
 
 
 if __name__ == "__main__":

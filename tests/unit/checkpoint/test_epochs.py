@@ -118,8 +118,7 @@ def test_numbers_of_epochs(tmp_path: Path) -> None:
     for each in (loader, snapshot):
         with pytest.warns(MidepochWarning, match=r"epochs\(1\) runs nothing, because 2 epochs are done"):
             assert list(each.epochs(1)) == []
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             assert list(each.epochs(2)) == []
 
 
@@ -136,8 +135,7 @@ def test_a_resumed_pass_that_is_looked_at_is_told(taken: int) -> None:
     """In a body one batch is taken by mistake; a pass that is left after more was meant."""
     loader = shuffled()
     loader.load_state_dict(sources.heads(shuffled, 2)[1])
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         for _ in loader.epochs(1):
             sources.taken(loader, taken)
             list(loader)
@@ -172,8 +170,7 @@ def test_all_of_the_only_pass_may_be_read_ahead(steps: int, tmp_path: Path) -> N
                     return seen
         return seen
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         seen = [*trained(steps), *trained()]
     assert seen == [(epoch, batch) for epoch, batches in enumerate(epochs_of(shuffled(), 0, 2)) for batch in batches]
 
@@ -347,8 +344,7 @@ def test_a_validation_that_an_exception_left_is_read_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("holder", ["a variable", "a loop that ends"])
 def test_a_save_in_a_pass_that_is_read_no_further_is_told(holder: str, tmp_path: Path) -> None:
     (loader, snapshot), bar = only(tmp_path / "snapshot.pt"), iter(())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for _ in snapshot.epochs(1):
             if holder == "a variable":
                 for _ in zip(bar := iter(loader), range(2), strict=False):

@@ -763,8 +763,7 @@ def _save_other_files(rank: int, path: str) -> str:
     loader = midepoch.wrap(DataLoader(files, batch_size=2), seed=0)
     snapshot = Snapshot(path, signals=(), data=loader)
     next(iter(loader))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         snapshot.save()
         snapshot.save()
     return "; ".join(str(each.message) for each in caught)

@@ -50,10 +50,15 @@ LOOPS: dict[str, tuple[Loop, int]] = {
 }
 
 
-def trained(loop: Loop, path: Path, every: int = 4, resumes: bool = False, looks: bool = False) -> list[str]:
+def made(folder: Path, every: int) -> tuple[midepoch.Loader, Snapshot]:
+    """A loader of 24 batches, and its Snapshot."""
     loader = midepoch.wrap(DataLoader(Indices(96), batch_size=4, shuffle=True), seed=0)
-    with Snapshot(path, every=every, signals=(), data=loader) as snapshot, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    return loader, Snapshot(folder / "snapshot.pt", every=every, signals=(), data=loader)
+
+
+def trained(loop: Loop, folder: Path, every: int = 4, resumes: bool = False, looks: bool = False) -> list[str]:
+    loader, snapshot = made(folder, every)
+    with snapshot, warnings.catch_warnings(record=True, action="always") as told:
         if resumes:
             assert snapshot.load()
         if looks:
@@ -67,7 +72,7 @@ def trained(loop: Loop, path: Path, every: int = 4, resumes: bool = False, looks
 @pytest.mark.parametrize("every", [1, 1000])
 def test_what_no_step_follows_is_told_once(name: str, every: int, tmp_path: Path) -> None:
     loop, ahead = LOOPS[name]
-    told = trained(loop, tmp_path / "snapshot.pt", every)
+    told = trained(loop, tmp_path, every)
     assert len(told) == (ahead > 0)
     for each in told:
         assert f"no step() followed {ahead} of the batches taken from data" in each
@@ -75,7 +80,7 @@ def test_what_no_step_follows_is_told_once(name: str, every: int, tmp_path: Path
 
 
 def test_a_batch_looked_at_before_the_loop_is_not_the_loops(tmp_path: Path) -> None:
-    assert trained(LOOPS["each"][0], tmp_path / "snapshot.pt", every=1, looks=True) == []
+    assert trained(LOOPS["each"][0], tmp_path, every=1, looks=True) == []
 
 
 def skips_what_is_done(loader: Any, snapshot: Snapshot) -> None:
@@ -92,23 +97,20 @@ def leaves_at_the_top(loader: Any, snapshot: Snapshot) -> None:
         snapshot.step()
 
 
-@pytest.mark.parametrize(
-    ("loop", "done", "each", "followed"),
-    [
-        (skips_what_is_done, 8, 1, 8),
-        (skips_what_is_done, 16, 1, 24),  # all that is left of the epoch is skipped
-        (leaves_at_the_top, 16, 1, 0),
-        (stepping(lambda number: number % 7 == 6), 21, 7, 0),
-    ],
-)
+@pytest.mark.parametrize(("loop", "done", "each", "followed"), [
+    (skips_what_is_done, 8, 1, 8),
+    (skips_what_is_done, 16, 1, 24),  # all that is left of the epoch is skipped
+    (leaves_at_the_top, 16, 1, 0),
+    (stepping(lambda number: number % 7 == 6), 21, 7, 0),
+])  # fmt: skip
 def test_a_loop_that_resumes(loop: Loop, done: int, each: int, followed: int, tmp_path: Path) -> None:
     """A run that was cut after so many batches, of which each so many had a step."""
-    loader = midepoch.wrap(DataLoader(Indices(96), batch_size=4, shuffle=True), seed=0)
-    with Snapshot(tmp_path / "snapshot.pt", every=1, signals=(), data=loader) as snapshot:
+    loader, snapshot = made(tmp_path, every=1)
+    with snapshot:
         for number, _ in enumerate(itertools.islice(loader, done), 1):
             if number % each == 0:
                 snapshot.step()
-    told = [one for one in trained(loop, tmp_path / "snapshot.pt", resumes=True) if "no step()" in one]
+    told = [one for one in trained(loop, tmp_path, resumes=True) if "no step()" in one]
     assert len(told) == (followed > 0)
     assert all(f"no step() followed {followed} of the batches" in one for one in told)
     assert all("the loader has skipped it" in one for one in told)
@@ -118,20 +120,18 @@ def test_a_loop_that_resumes(loop: Loop, done: int, each: int, followed: int, tm
 @pytest.mark.parametrize("left_at", [None, 1, 9])
 def test_a_second_loop_after_a_resume(every: int, left_at: int | None, tmp_path: Path) -> None:
     """What a loop had taken, or a resumed pass before it, is not the next loop's, whose first step is looked at."""
-    loader = midepoch.wrap(DataLoader(Indices(96), batch_size=4, shuffle=True), seed=0)
-    with Snapshot(tmp_path / "snapshot.pt", every=5, signals=(), data=loader) as snapshot:
-        for _, _ in zip(range(5), loader, strict=False):
+    loader, snapshot = made(tmp_path, every=5)
+    with snapshot:
+        for _ in itertools.islice(loader, 5):
             snapshot.step()
-    loader = midepoch.wrap(DataLoader(Indices(96), batch_size=4, shuffle=True), seed=0)
-    with Snapshot(tmp_path / "snapshot.pt", every=every, signals=(), data=loader) as snapshot:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for epochs in (1, 3):
-                for _ in snapshot.epochs(epochs):
-                    for number, _ in enumerate(loader):
-                        snapshot.step()
-                        if epochs == 1 and number == left_at:
-                            break
-                    if epochs == 1 and left_at is not None:
+    loader, snapshot = made(tmp_path, every)
+    with snapshot, warnings.catch_warnings(action="error"):
+        for epochs in (1, 3):
+            for _ in snapshot.epochs(epochs):
+                for number, _ in enumerate(loader):
+                    snapshot.step()
+                    if epochs == 1 and number == left_at:
                         break
-        assert loader.epoch == 3
+                if epochs == 1 and left_at is not None:
+                    break
+    assert loader.epoch == 3

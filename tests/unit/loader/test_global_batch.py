@@ -229,8 +229,7 @@ def test_after_an_error_a_global_batch_is_begun_anew_or_left(on_error: Any, foll
         next(each)
     assert loader.position == 4
     data.failing = frozenset()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         assert next(each)[:, 0].tolist() == following
     passed_over = ["positions 4 to 7 of epoch 0 were passed over" in str(each.message) for each in told]
     assert passed_over == [True] * (on_error == "next")

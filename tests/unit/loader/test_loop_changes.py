@@ -271,8 +271,7 @@ def test_what_one_epoch_has_set_for_good_is_missed_at_a_boundary(restored: str) 
     if restored == "before the load":
         again.dataset.factor = 2.0
     again.load_state_dict(loader.state_dict())
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         for epoch in again.epochs(3):
             factor(again.dataset, epoch)
             list(again)
@@ -323,8 +322,7 @@ def _resumed(rank: int, path: str) -> list[Any]:
     midepoch.Snapshot(path, signals=(), data=loader).save()
     assert midepoch.Snapshot(path, signals=(), data=again).load()
     again.dataset.shift = 1 + rank
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         next(iter(again))
     loader.finish(loader.ticket)  # so that a state is joined from those of all ranks
     return [*(str(each.message) for each in told), midepoch.gather(loader)["changed"]]

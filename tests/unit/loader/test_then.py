@@ -51,14 +51,19 @@ def drawing(batch: Any) -> Any:
 
 
 class Seldom:
-    """Draws for some batches only, and changes each in place."""
+    """Draws for some batches only, from a generator of its own too, and changes each in place."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
 
     def __call__(self, batch: torch.Tensor) -> Any:
         number = int(batch.reshape(-1)[0])
         batch += 100
         if number % 4 == 0:
             return batch, random.random(), torch.rand(()).item()
-        return (batch, midepoch.sample_generator().random()) if number % 4 == 1 else (batch,)
+        if number % 4 == 1:
+            return batch, midepoch.sample_generator().random()
+        return (batch, float(torch.rand((), generator=self.generator)), 0, 0) if number % 4 == 2 else (batch,)
 
 
 def wrapping(make: Callable[[], Any], **settings: Any) -> Callable[..., Loader]:
@@ -159,17 +164,15 @@ def test_a_generator_made_by_the_first_call(name: str) -> None:
 
 def test_a_device_that_a_later_call_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its numbers of that batch are its own, and a warning says so."""
-    devices: tuple[Counter, ...] = ()
-    monkeypatch.setattr(DeviceGenerators.__init__, "__defaults__", (lambda: devices,))
+    devices: list[Counter] = []
+    monkeypatch.setattr(DeviceGenerators.__init__, "__defaults__", (lambda: tuple(devices),))
 
     def then(batch: int) -> float:
-        nonlocal devices
-        devices = (Counter(1),) if batch == 3 else devices
+        devices[:] = [Counter(1)] if batch == 3 else devices
         return batch + sum(each.draw() for each in devices)
 
     def read() -> list[float]:
-        nonlocal devices
-        devices = ()
+        devices.clear()
         return list(midepoch.wrap(list(range(6)), seed=1, then=then, verify="off"))
 
     with pytest.warns(MidepochWarning, match="first drew on a device") as told:
@@ -248,7 +251,7 @@ def test_capabilities_say_what_holds() -> None:
     assert "numbers drawn in then= are the batch's: exact on the same split" in exact.reason
 
 
-# --- devices ---------------------------------------------------------------------------------------------------------
+# --- devices; the numbers drawn on one are in tests/backends/test_gpu.py ----------------------------------------------
 
 
 @dataclass
@@ -290,39 +293,3 @@ def test_generators_of_devices_are_lent_as_the_others() -> None:
     ours.restore()
     assert ours.late, "one was used that was not taken over"
     assert devices[3].offset == 0
-
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-
-class OnDevice(torch.nn.Module):
-    """Takes a batch to the device, and draws there from the global generator and from one of its own."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.device, self.generator = device, torch.Generator(device).manual_seed(3)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        batch = batch.to(self.device, non_blocking=True)
-        noise = torch.rand(len(batch), device=self.device)
-        return torch.stack([batch, noise, torch.rand(len(batch), device=self.device, generator=self.generator)])
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
-def test_work_on_a_device(device: str) -> None:
-    def make() -> Loader:
-        loader = DataLoader(sources.Indices(40), batch_size=4, shuffle=True)
-        return midepoch.wrap(loader, seed=1, then=OnDevice(device))
-
-    whole = [batch.tolist() for batch in make()]
-    assert len({number for batch in whole for number in batch[1]}) > 30
-    for cut in (0, 3, 9):
-        loader = make()
-        torch.manual_seed(cut)  # of all devices
-        before = torch.rand(1, device=device)
-        torch.manual_seed(cut)
-        head = [batch.tolist() for batch in itertools.islice(loader, cut)]
-        assert torch.equal(torch.rand(1, device=device), before)
-        resumed = make()
-        resumed.load_state_dict(loader.state_dict())
-        assert head + [batch.tolist() for batch in resumed] == whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import random
@@ -10,8 +9,6 @@ import re
 import subprocess
 import sys
 import zlib
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,22 +22,14 @@ from midepoch.order import Endless, Shuffled, Windowed
 from midepoch.order.keys import derive_key
 from midepoch.state.parts import join_states
 from midepoch.world import Tail, World
-from support.places import ROOT
-from support.sources import Indices
+from support.places import ROOT, module_of
+from support.sources import Indices, loaded
 
 EXAMPLE = ROOT / "examples" / "without_midepoch.py"
 PAGE = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
 
 
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("without_midepoch", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-without = example()
+without = module_of(EXAMPLE)
 
 
 def wrapped(size: int, batch_size: int, **options: Any) -> midepoch.Loader:
@@ -67,10 +56,7 @@ def with_some_finished(loader: midepoch.Loader, data: st.DataObject) -> dict[str
     ranks = [wrapped(size, loader.batch_size, world=World(rank, 3), **kinds) for rank in range(3)]
     for each in ranks:
         each.load_state_dict(saved)
-        batches, tickets = iter(each), []
-        for _ in range(6):
-            if next(batches, None) is not None:
-                tickets.append(each.ticket)
+        tickets = [each.ticket for _ in itertools.islice(each, 6)]
         for ticket in data.draw(st.lists(st.sampled_from(tickets), unique=True)) if tickets else ():
             each.finish(ticket)
     return join_states([each.state_dict() for each in ranks], ranks[0])
@@ -110,17 +96,13 @@ def test_sixty_lines_say_what_comes_next(data: st.DataObject) -> None:
     assert list(itertools.islice(found, len(expected))) == expected
 
 
-def test_it_runs_as_a_program(tmp_path: Path) -> None:
+def test_it_runs_as_a_program_and_imports_nothing_of_others() -> None:
     loader = wrapped(100, 4, seed=3)
     next_batches(loader, 5)
     command = [sys.executable, str(EXAMPLE), "3", "1", "2", "4", "uneven"]
     run = subprocess.run(command, input=json.dumps(loader.state_dict()), capture_output=True, text=True, check=True)
-    other = wrapped(100, 3, seed=3, world=World(1, 2), tail="uneven")
-    other.load_state_dict(loader.state_dict())
+    other = loaded(wrapped(100, 3, seed=3, world=World(1, 2), tail="uneven"), loader.state_dict())
     assert [json.loads(line) for line in run.stdout.splitlines()] == next_batches(other, 4)
-
-
-def test_it_imports_nothing_of_others() -> None:
     imported = set(re.findall(r"^(?:import|from) (\w+)", EXAMPLE.read_text(encoding="utf-8"), re.MULTILINE))
     assert imported <= sys.stdlib_module_names
 
@@ -169,10 +151,7 @@ def test_the_texts_of_holes() -> None:
     assert all(f"`{text}`" in PAGE for text in state["omit"].split())
     loader = wrapped(40, 2)
     loader.skip(6, 11)
-    batches, tickets = iter(loader), []
-    for _ in range(8):
-        next(batches)
-        tickets.append(loader.ticket)
+    tickets = [loader.ticket for _ in itertools.islice(loader, 8)]
     for step in (6, 0, 3, 2):  # positions 17 and 18, 0 and 1, 11 and 12, 4 and 5
         loader.finish(tickets[step])
     state = loader.state_dict()

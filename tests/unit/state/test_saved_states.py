@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from support import sources
 from support.places import TESTS
-from support.saved_state_sources import SOURCES, following
+from support.saved_state_sources import SOURCES, file_of, following
 
 FOLDER = TESTS / "saved_states"
 
@@ -18,10 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 def test_saved_states_go_on(name: str) -> None:
     if name == "state of its own":
         pytest.importorskip("torchdata", reason="needs the extra torchdata")
-    for saved in json.loads((FOLDER / f"{name.replace(' ', '_').replace(',', '')}.json").read_text()):
-        source = SOURCES[name]()
-        source.load_state_dict(saved["state"])
-        assert following(source) == saved["following"]
+    for saved in json.loads((FOLDER / file_of(name)).read_text()):
+        assert following(sources.loaded(SOURCES[name](), saved["state"])) == saved["following"]
 
 
 def test_each_file_is_read() -> None:
