@@ -64,8 +64,7 @@ def test_the_state_stays_at_the_end_until_the_body_has_ended(kind: str) -> None:
     with make() as loader:
         assert whole == [sources.taken(loader) for _ in range(3)]
     for epoch, state in enumerate(ends):
-        loader = make()
-        loader.load_state_dict(state)
+        loader = sources.loaded(make(), state)
         assert loader.state_dict() == state
         assert epochs_of(loader, epoch, 3) == [[], *whole[epoch + 1 :]]
     assert sources.resumed(make, ends[0]) == whole[1]
@@ -133,8 +132,7 @@ def test_a_second_pass_in_a_body_is_told() -> None:
 @pytest.mark.parametrize("taken", [1, 2])
 def test_a_resumed_pass_that_is_looked_at_is_told(taken: int) -> None:
     """In a body one batch is taken by mistake; a pass that is left after more was meant."""
-    loader = shuffled()
-    loader.load_state_dict(sources.heads(shuffled, 2)[1])
+    loader = sources.loaded(shuffled(), sources.heads(shuffled, 2)[1])
     with warnings.catch_warnings(record=True, action="always") as told:
         for _ in loader.epochs(1):
             sources.taken(loader, taken)
@@ -144,8 +142,7 @@ def test_a_resumed_pass_that_is_looked_at_is_told(taken: int) -> None:
 
 def test_what_is_in_flight_of_nobody_knows_whom_is_told(tmp_path: Path) -> None:
     """All of a loader was read ahead, and then a validation was made, before the first step told of it."""
-    path, train, validation = tmp_path / "snapshot.pt", shuffled(), shuffled()
-    snapshot = Snapshot(path, every=1, signals=(), train=train, validation=validation)
+    train, snapshot = only(path := tmp_path / "snapshot.pt", every=1, validation=(validation := shuffled()))
     for _ in snapshot.epochs(1):
         batches = list(train)
         list(validation)
@@ -153,7 +150,7 @@ def test_what_is_in_flight_of_nobody_knows_whom_is_told(tmp_path: Path) -> None:
             snapshot.step(len(batches) - 1)
         break
     with pytest.raises(SnapshotError, match=r"cannot be resumed: in_flight=5.*midepoch\.combine"):
-        Snapshot(path, signals=(), train=shuffled(), validation=shuffled()).load()
+        only(path, validation=shuffled())[1].load()
 
 
 @pytest.mark.parametrize("steps", [3, 7])
@@ -244,17 +241,16 @@ def test_poll_leaves_with_the_snapshot_that_there_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_save_in_a_pass_that_runs_is_written_at_once(kept: bool, tmp_path: Path) -> None:
-    path = tmp_path / "snapshot.pt"
-    loaders = {"data": shuffled(), "other": shuffled(4), "third": shuffled(5)}
-    snapshot, pairs = Snapshot(path, every=1, signals=(), **loaders), None
+    path, other, third = tmp_path / "snapshot.pt", shuffled(4), shuffled(5)
+    loader, snapshot = only(path, every=1, other=other, third=third)
     for _ in snapshot.epochs(1):
-        pairs = zip(loaders["data"], loaders["other"], strict=False)
+        pairs = zip(loader, other, strict=False)
         for number, _ in enumerate(pairs):
             snapshot.step()
             assert places(path)[0] == min(number + 1, 5)  # the last one is put off
         if not kept:
             del pairs
-        for number, _ in enumerate(loaders["third"]):
+        for number, _ in enumerate(third):
             snapshot.step()
             assert places(path)[0] == min(number + 7, 11)
     assert places(path) == (12, 1, 0, 1)
@@ -266,8 +262,6 @@ def test_a_save_on_the_way_out_of_the_loop(where: str, tmp_path: Path, caplog: p
 
     Saves within the loop are in test_bodies and test_exceptions.
     """
-    path = tmp_path / "snapshot.pt"
-
     def train(path: Path, fails: bool) -> list[Any]:
         log, first, second = bodies.Log(), shuffled(1), shuffled(2)
         snapshot = Snapshot(path, every=4, signals=(), first=first, second=second, log=log)
@@ -288,7 +282,7 @@ def test_a_save_on_the_way_out_of_the_loop(where: str, tmp_path: Path, caplog: p
             raise
         return log.lines
 
-    whole = train(tmp_path / "whole.pt", fails=False)
+    path, whole = tmp_path / "snapshot.pt", train(tmp_path / "whole.pt", fails=False)
     with pytest.raises(KilledError), caplog.at_level(logging.WARNING):
         train(path, fails=True)
     assert "a run that resumes from this snapshot goes on" in caplog.text
