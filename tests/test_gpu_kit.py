@@ -22,6 +22,7 @@ from support.places import ROOT, module_of
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 OTHER = "3.12" if HERE != "3.12" else "3.13"
 SCRIPT = ROOT / "scripts" / "gpu.sh"
+NEEDED = re.findall(r'^NEEDED="([^"]+)"', SCRIPT.read_text(), re.MULTILINE)[0].split()  # by a GPU machine
 
 needs_ffcv = pytest.mark.skipif(importlib.util.find_spec("ffcv") is None, reason="FFCV is not installed")
 pytestmark = pytest.mark.skipif(
@@ -42,10 +43,11 @@ def wheels_from_installed(versions: Mapping[str, str], python: str, into: Path) 
                 wheel.write(path, file)
 
 
-def names_in(folder: Path) -> list[str]:
-    """What the stream of a kit holds."""
-    with tarfile.open(fileobj=gpu.Joiner(sorted(folder.glob("part-*"))), mode="r|") as tar:
-        return [member.name for member in tar]
+def python_of(path: Path, script: str) -> Path:
+    """An interpreter that does as a shell's script says."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
 
 
 def shell(*words: str | Path, env: Mapping[str, str | Path], status: int = 0) -> str:
@@ -56,14 +58,6 @@ def shell(*words: str | Path, env: Mapping[str, str | Path], status: int = 0) ->
     assert run.returncode == status, run.stdout
     return run.stdout
 
-
-def needed_modules() -> list[str]:
-    """What a GPU machine must have, by the script."""
-    (names,) = re.findall(r'^NEEDED="([^"]+)"', SCRIPT.read_text(), re.MULTILINE)
-    return str(names).split()
-
-
-# --- Parts -----------------------------------------------------------------------------------------------
 
 LIMIT = 20_000
 
@@ -101,9 +95,7 @@ def test_every_bad_part_is_named_before_anything_is_written(
     assert "missing: part-00; damaged: part-01, part-02; surplus: part-77." in told
 
 
-def test_what_is_no_kit_of_this_python_is_named(
-    parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_kit_of_this_python_is_told(parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     into, other, third = (tmp_path / name for name in ("kit", "other", "third"))
     gpu.pack(other, OTHER, packages=["pluggy"])
     said = refused(capsys, into, other)
@@ -120,13 +112,11 @@ def test_what_is_no_kit_of_this_python_is_named(
         assert f"{parts / 'manifest.json'} is damaged" in refused(capsys, into, parts)
 
 
-# --- A kit, installed ------------------------------------------------------------------------------------
-
-
 @needs_ffcv
 def test_ffcv_is_named_for_the_other_python_with_libraries(tmp_path: Path) -> None:
     manifest = gpu.pack(tmp_path, OTHER, packages=["ffcv"])
-    names = names_in(tmp_path)
+    with tarfile.open(fileobj=gpu.Joiner(sorted(tmp_path.glob("part-*"))), mode="r|") as tar:
+        names = [member.name for member in tar]
     compiled = [name for name in names if name.startswith("copied/ffcv/_libffcv")]
     assert compiled == [f"copied/ffcv/_libffcv.cpython-{OTHER.replace('.', '')}-x86_64-linux-gnu.so"]
     assert any(name.endswith(".dist-info/METADATA") for name in names)
@@ -153,17 +143,15 @@ def test_an_installed_kit_is_what_python_imports(tmp_path: Path) -> None:
     sizes = [path.stat().st_size for path in sorted(parts.glob("part-*"))]
     assert len(sizes) > 1 and set(sizes[:-1]) == {8 << 20} and 0 < sizes[-1] <= 8 << 20
     (kit / "copied" / "old").mkdir(parents=True)  # what an earlier kit left goes
-    # Two transfers, each with the manifest.
-    second = tmp_path / "second"
+    # Two transfers, each with the manifest; and what this machine lacks of a GPU machine's modules.
+    second, stubs = tmp_path / "second", tmp_path / "stubs"
     second.mkdir()
+    stubs.mkdir()
     shutil.copy(parts / "manifest.json", second)
     (parts / "part-01").rename(second / "part-01")
-    # What this machine lacks of a GPU machine's modules.
-    stubs = tmp_path / "stubs"
-    stubs.mkdir()
     # Asked of a new process: other tests put modules into this one.
     missing = "import sys; from importlib.util import find_spec as of; print(*[a for a in sys.argv[1:] if not of(a)])"
-    for name in subprocess.check_output([sys.executable, "-c", missing, *needed_modules()], text=True).split():
+    for name in subprocess.check_output([sys.executable, "-c", missing, *NEEDED], text=True).split():
         (stubs / f"{name}.py").touch()
     env: dict[str, str | Path] = {"KIT": kit, "PYTHON": sys.executable, "OUT": out, "PYTHONPATH": stubs}
     said = shell("receive", parts, "receive", second, "unpack", "install", env=env)
@@ -172,36 +160,23 @@ def test_an_installed_kit_is_what_python_imports(tmp_path: Path) -> None:
     assert not (kit / "copied" / "old").exists()
 
     paths = {"PYTHONPATH": f"{kit}/package:{kit}/site", "LD_LIBRARY_PATH": f"{kit}/lib"}
-    run = [sys.executable, "-c", IMPORTS]
-    modules, libraries = json.loads(subprocess.check_output(run, env=os.environ | paths, cwd=tmp_path, text=True))
+    said = subprocess.check_output([sys.executable, "-c", IMPORTS], env=os.environ | paths, cwd=tmp_path, text=True)
+    modules, libraries = json.loads(said)
     assert (len(modules), len(libraries)) == (5, 3)
     assert all(Path(each).is_relative_to(kit) for each in (*modules, *libraries))
 
 
-# --- The steps -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def bare_python(tmp_path: Path) -> Path:
-    """A Python with nothing installed."""
-    path = tmp_path / "bare-python"
-    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
-    path.chmod(0o755)
-    return path
-
-
-def test_all_that_a_machine_lacks_is_named_and_no_step_follows(parts: Path, bare_python: Path, tmp_path: Path) -> None:
-    kit = tmp_path / "kit"
+def test_all_that_a_machine_lacks_is_named_and_no_step_follows(parts: Path, tmp_path: Path) -> None:
+    kit, bare_python = tmp_path / "kit", python_of(tmp_path / "python", f'exec "{sys.executable}" -I -S "$@"')
     said = shell("receive", parts, "unpack", "install", "tests", env={"KIT": kit, "PYTHON": bare_python}, status=1)
-    assert f"lacks these modules: {', '.join(needed_modules())}. Install them there." in said
+    assert f"lacks these modules: {', '.join(NEEDED)}. Install them there." in said
     assert "== tests" not in said
     assert not (kit / "site").exists()
 
 
 def test_steps_run_in_the_kits_environment_each_by_itself(tmp_path: Path) -> None:
-    python, kit = tmp_path / "python", tmp_path / "kit"
-    python.write_text('#!/bin/sh\necho "$PYTHONPATH $LD_LIBRARY_PATH $*"\nexit 1\n')
-    python.chmod(0o755)
+    python = python_of(tmp_path / "python", 'echo "$PYTHONPATH $LD_LIBRARY_PATH $*"\nexit 1')
+    kit = tmp_path / "kit"
     (kit / "package").mkdir(parents=True)
     steps = ("bench-step", "tests", "bench-crops")
     env: dict[str, str | Path] = {"KIT": kit, "PYTHON": python, "OUT": tmp_path / "out"}
@@ -210,7 +185,6 @@ def test_steps_run_in_the_kits_environment_each_by_itself(tmp_path: Path) -> Non
     assert f"{paths} benchmarks/gpu.py crops\n" in said
     (files,) = re.findall(rf"^{paths} -m pytest -m gpu -q -rA -n 4 -p no:cacheprovider (.+)$", said, re.MULTILINE)
     assert {"tests/backends/test_dali.py", "tests/backends/test_gpu.py"} <= set(files.split())
-    ends = re.findall(r"^== ([\w-]+): \d+ s, FAILED, exit status 1$", said, re.MULTILINE)
-    assert ends == list(steps)
+    assert re.findall(r"^== ([\w-]+): \d+ s, FAILED, exit status 1$", said, re.MULTILINE) == list(steps)
     assert said.endswith("Failed: bench-step tests bench-crops\n")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(f"{step}.log" for step in steps)

@@ -78,29 +78,22 @@ def test_the_version_stands_in_one_place() -> None:
 
 
 def test_tested_versions_are_pinned_for_every_requirement() -> None:
-    pins = {}
-    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
-        if line and not line.startswith("#"):
-            name, version = line.split("==")
-            pins[canonicalize_name(name)] = version
+    lines = re.findall(r"^([^#\s]+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    pins = {canonicalize_name(name): version for name, version in lines}
     project = PYPROJECT["project"]
     texts = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
     needed = [each for each in map(Requirement, texts) if each.name != "midepoch"]
-    unmet = [
-        str(each) for each in needed
-        if (name := canonicalize_name(each.name)) not in pins or pins[name] not in each.specifier
-    ]  # fmt: skip
-    assert unmet == []
+    assert {canonicalize_name(each.name) for each in needed} <= pins.keys()
+    assert [str(each) for each in needed if pins[canonicalize_name(each.name)] not in each.specifier] == []
 
 
 def tracked() -> list[str]:
     """The repository's files, from its root."""
     if not (ROOT / ".git").exists():
         pytest.skip("this is no clone, so nobody knows what belongs to it")
-    listed = subprocess.check_output(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True
-    )
-    return [name for name in listed.splitlines() if (ROOT / name).is_file()]
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.check_output(listed, cwd=ROOT, text=True).splitlines()
+    return [name for name in names if (ROOT / name).is_file()]
 
 
 @pytest.fixture(scope="module")
@@ -158,9 +151,6 @@ def test_an_import_of_the_wheel_loads_no_backend_and_no_adapter(distributions: P
     assert [each for each in loaded if each.startswith("midepoch.adapters.")] == []
 
 
-# --- The set-up ------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """scripts/setup.py as a module, working on an empty folder."""
@@ -185,8 +175,8 @@ def commands(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.append(" ".join(str(word) for word in command))
         if "-e" in command:
             site_packages = setup.VENV / "lib" / "python3" / "site-packages"
-            site_packages.mkdir(parents=True, exist_ok=True)
-            links.mkdir(parents=True, exist_ok=True)
+            for folder in (site_packages, links):
+                folder.mkdir(parents=True, exist_ok=True)
             (site_packages / "__editable__.midepoch-0.1.0.pth").write_text(f"{links}\n")
 
     monkeypatch.setattr(setup, "run", run)
@@ -201,12 +191,10 @@ def test_set_up_installs_torch_first_then_every_extra(setup: ModuleType, command
     installs = [command for command in commands if "pip install" in command]
     assert all(f"-c {setup.CONSTRAINTS}" in command for command in installs)
     assert " torch" in installs[0]
-    installed = " ".join(installs)
     extras = PYPROJECT["project"]["optional-dependencies"]
     assert set(extras["ffcv"]) <= set(installs[-1].split())
-    match = re.search(r"\.\[(.*?)\]", installed)
-    assert match is not None
-    assert set(match[1].split(",")) == set(extras) - {"ffcv", "peers", *setup.BY_THEMSELVES}
+    first, *_ = re.findall(r"\.\[(.*?)\]", " ".join(installs))
+    assert set(first.split(",")) == set(extras) - {"ffcv", "peers", *setup.BY_THEMSELVES}
     alone = " ".join(command for command in installs if "--no-deps" in command)
     assert {requirement for name in setup.BY_THEMSELVES for requirement in extras[name]} <= set(alone.split())
 
@@ -286,7 +274,6 @@ def test_packages_whose_installation_was_cut_off_are_forgotten(setup: ModuleType
 
 
 def test_a_failing_command_is_shown_with_its_last_lines(setup: ModuleType) -> None:
-    code = "print('downloading'); print('no such version'); raise SystemExit(1)"
     with pytest.raises(setup.SetupError, match="no such version"):
-        setup.run([sys.executable, "-c", code])
+        setup.run([sys.executable, "-c", "print('downloading'); print('no such version'); raise SystemExit(1)"])
     assert "no such version" in setup.LOG.read_text()

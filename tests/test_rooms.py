@@ -16,32 +16,18 @@ from support.places import ROOT
 
 # From the ground up: a room imports rooms that stand before it, and none of its own line.
 FLOORS = (
-    ("errors", "backends", "summary"),
-    ("world", "packages", "attributes"),
-    ("sharding", "order"),
-    ("state",),
-    ("randomness",),
-    ("trying",),
-    ("loader",),
-    ("samplers",),
-    ("reading",),
-    ("resumable_sampler",),
-    ("combine", "checkpoint"),
-    ("wrapping",),
-    ("stateful_iterable",),
-    ("testing",),
-    ("tools",),
-)
+    ("errors", "backends", "summary"), ("world", "packages", "attributes"), ("sharding", "order"), ("state",),
+    ("randomness",), ("trying",), ("loader",), ("samplers",), ("reading",), ("resumable_sampler",),
+    ("combine", "checkpoint"), ("wrapping",), ("stateful_iterable",), ("testing",), ("tools",),
+)  # fmt: skip
 # No rooms: midepoch/__init__.py imports all of them, `python -m midepoch` runs __main__, adapters stand on top.
 OUTSIDE = ("", "__main__", "adapters")
 
 # Backends and trainers: no code in core may name them.
-STRANGERS = frozenset(
-    (
-        "nvidia", "dali", "ffcv", "webdataset", "streaming", "torchdata", "datasets", "grain", "litdata",
-        "energon", "lightning", "accelerate", "transformers", "ignite", "composer", "ray", "torchtitan", "torchft",
-    )
-)  # fmt: skip
+STRANGERS = {
+    "nvidia", "dali", "ffcv", "webdataset", "streaming", "torchdata", "datasets", "grain", "litdata", "energon",
+    "lightning", "accelerate", "transformers", "ignite", "composer", "ray", "torchtitan", "torchft",
+}  # fmt: skip
 # Its tables name every backend, so that none has to be imported.
 MAY_NAME = ("midepoch.backends",)
 
@@ -94,6 +80,11 @@ def walk(tree: ast.AST) -> Iterator[ast.AST]:
             waiting += ast.iter_child_nodes(node)
 
 
+def edges() -> list[tuple[str, str]]:
+    """Each module, and one that it imports."""
+    return [(name, each) for name in sorted(MODULES) for each in sorted(imports(name))]
+
+
 def room_of(module: str) -> str:
     """The room of a module of core: a folder, or a file beside the folders."""
     return module.removeprefix("midepoch").removeprefix(".").partition(".")[0]
@@ -122,14 +113,8 @@ def test_rooms_import_downwards_only() -> None:
 
 def test_core_imports_neither_adapters_nor_the_front_door() -> None:
     """But for `__main__`, which imports nothing either."""
-    found = [
-        f"{name} imports {each}"
-        for name in MODULES
-        for each in imports(name)
-        if not name.startswith("midepoch.adapters")
-        and (each == "midepoch" or each.startswith("midepoch.adapters"))
-    ]
-    assert found == []
+    core = [(name, each) for name, each in edges() if not name.startswith("midepoch.adapters")]
+    assert [edge for edge in core if edge[1] == "midepoch" or edge[1].startswith("midepoch.adapters")] == []
 
 
 def test_core_imports_only_what_the_package_requires() -> None:
@@ -161,16 +146,11 @@ def adapter_of(module: str) -> str:
 
 
 def test_no_adapter_imports_another() -> None:
-    found = [
-        f"{name} imports {each}"
-        for name in sorted(MODULES)
-        for each in sorted(imports(name))
-        if adapter_of(name) and adapter_of(each) and adapter_of(name) != adapter_of(each)
-    ]
-    assert found == []
+    of = [(adapter_of(name), adapter_of(each), name, each) for name, each in edges()]
+    assert [edge for edge in of if edge[0] and edge[1] and edge[0] != edge[1]] == []
 
 
-def strangers_in(tree: ast.Module) -> frozenset[str]:
+def strangers_in(tree: ast.Module) -> set[str]:
     """The backends and trainers that code names, in whatever but docstrings and comments."""
     tree = copy.deepcopy(tree)
     for node in ast.walk(tree):
@@ -182,13 +162,8 @@ def strangers_in(tree: ast.Module) -> frozenset[str]:
 
 
 def test_core_knows_no_backend_and_no_trainer_by_name() -> None:
-    found = [
-        f"{MODULES[name].relative_to(ROOT)} names {stranger}"
-        for name, tree in trees().items()
-        if not name.startswith(("midepoch.adapters", *MAY_NAME))
-        for stranger in strangers_in(tree)
-    ]
-    assert found == []
+    core = {name: tree for name, tree in trees().items() if not name.startswith(("midepoch.adapters", *MAY_NAME))}
+    assert {name: found for name, tree in core.items() if (found := strangers_in(tree))} == {}
 
 
 def test_core_knows_no_adapter_by_the_name_in_its_states() -> None:
@@ -232,9 +207,6 @@ def test_the_picture_of_the_rooms_is_what_the_imports_are() -> None:
     drawn = (ROOT / "docs" / "pictures" / "rooms.mmd").read_text(encoding="utf-8")
     expected = "".join(["graph TD\n", *(f"  {a} --> {b}\n" for a, b in sorted(reduced(rooms())))])
     assert drawn == expected, f"docs/pictures/rooms.mmd should be this, and then docs/pictures.py run:\n{expected}"
-
-
-# --- what an adapter has to do with ---
 
 
 def overridable(base: str) -> set[str]:

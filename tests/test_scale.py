@@ -20,8 +20,6 @@ PAGE = ROOT / "docs" / "benchmarks" / "index.md"
 SIZE = 10**12
 RANKS = 16
 
-# --- coverage ---
-
 
 def test_a_resume_at_the_wrong_place_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     load = ResumableSampler.load_state_dict
@@ -34,9 +32,6 @@ def test_a_resume_at_the_wrong_place_is_found(monkeypatch: pytest.MonkeyPatch) -
         scale.check_small(6, 3)
     with pytest.raises(SystemExit, match="not the indices"):
         scale.check_window(Shuffled(SIZE), SIZE // 2, RANKS, False)
-
-
-# --- the script ---
 
 
 def test_the_page_is_that_of_the_figures() -> None:

@@ -15,12 +15,11 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import faulthandler
 import json
 import logging
-import mmap
 import os
 import resource
-import struct
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import fuzz_files
+import fuzz_states
+
+TARGETS = [*fuzz_states.TARGETS, *fuzz_files.FUZZERS]
 MEBIBYTE = 1 << 20
 _MOST_FAILURES = 20  # after which a target is given up
 
@@ -63,46 +66,23 @@ class Outcome:
     def failures(self) -> list[str]:
         return [*self.wrong, *self.crashed, *self.hung]
 
-    @property
-    def command(self) -> str:
-        """What does all of it again."""
-        command = f"python tests/fuzz/fuzz.py --target '{self.target}' --seed {self.seed} --count {self.mutations}"
-        return command + (f" --first {self.first}" if self.first else "")
-
-    def one(self, number: int) -> str:
-        """What does one of the mutations again."""
-        return f"python tests/fuzz/fuzz.py --target '{self.target}' --seed {self.seed} --first {number} --count 1"
+    def again(self, first: int, count: int = 1) -> str:
+        """What does some of the mutations again."""
+        command = f"python tests/fuzz/fuzz.py --target '{self.target}' --seed {self.seed}"
+        return f"{command} --first {first} --count {count}" if first else f"{command} --count {count}"
 
     def as_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "repeat": self.command}
+        return {**dataclasses.asdict(self), "repeat": self.again(self.first, self.mutations)}
 
 
-def targets() -> list[str]:
-    """All that can be fuzzed."""
-    import fuzz_files
-    import fuzz_states
-
-    return [*fuzz_states.TARGETS, *fuzz_files.TARGETS]
+def settings_of(target: str) -> Any:
+    """What says how patient one is with it."""
+    return fuzz_states.TARGETS.get(target) or fuzz_files.FUZZERS[target]
 
 
 def fuzzer_of(target: str) -> Any:
     """What makes the mutations of a target and looks at what becomes of them."""
-    import fuzz_files
-    import fuzz_states
-
-    return fuzz_files.FUZZERS[target](target) if target in fuzz_files.FUZZERS else fuzz_states.Fuzzer(target)
-
-
-def _settings(target: str) -> tuple[float, int]:
-    """Seconds that one mutation may take, and mutations that one process makes."""
-    import fuzz_files
-    import fuzz_states
-
-    found: Any = fuzz_states.TARGETS.get(target) or fuzz_files.TARGETS[target]
-    return found.patience, getattr(found, "together", 1 << 62)
-
-
-# --- the process that makes mutations ---
+    return fuzz_files.FUZZERS[target]() if target in fuzz_files.FUZZERS else fuzz_states.Fuzzer(target)
 
 
 def _resident(name: str) -> float:
@@ -127,17 +107,23 @@ def bounded_memory(mebibytes: int = 1024) -> Iterator[None]:
 def work(target: str, seed: int, first: int, count: int, progress: str) -> None:
     """Mutations one after the other; a line of JSON for each that failed, and one for all at the end."""
     logging.getLogger("midepoch").setLevel(logging.CRITICAL)  # warnings by the thousand
-    with open(progress, "r+b") as file:  # noqa: PTH123  # mapped
-        place = mmap.mmap(file.fileno(), 0)
+    faulthandler.dump_traceback_later(300, exit=True)  # to be ready
+    patience, place = settings_of(target).patience, os.open(progress, os.O_WRONLY)
     fuzzer = fuzzer_of(target)
-    outcomes: collections.Counter[str] = collections.Counter()
+    outcomes = collections.Counter[str]()
+
+    def tell() -> None:
+        print(json.dumps({"outcomes": outcomes, "memory": _resident("VmHWM") - before}), flush=True)
+        outcomes.clear()
+
     for number in range(first, first + 3):
         fuzzer.mutation(seed, number)  # what the first ones import and start counts to nobody
     Path("/proc/self/clear_refs").write_text("5")  # the highest mark of memory begins here
     before, failures = _resident("VmHWM"), 0
     with bounded_memory():
         for number in range(first, first + count):
-            struct.pack_into("q", place, 0, number)
+            os.pwrite(place, b"%20d" % number, 0)
+            faulthandler.dump_traceback_later(patience, exit=True)
             try:
                 outcomes[fuzzer.check(seed, number)] += 1
             except Exception:  # noqa: BLE001  # put down, whatever it is
@@ -147,42 +133,37 @@ def work(target: str, seed: int, first: int, count: int, progress: str) -> None:
                     break
                 fuzzer = fuzzer_of(target)
             if number % 500 == 499:
-                print(json.dumps({"outcomes": outcomes, "memory": _resident("VmHWM") - before}), flush=True)
-                outcomes.clear()
-    print(json.dumps({"outcomes": outcomes, "memory": _resident("VmHWM") - before}), flush=True)
+                tell()
+    tell()
     os._exit(0)  # backends' threads may take their time
-
-
-# --- the process that watches ---
 
 
 def run(target: str, seed: int, count: int, first: int = 0) -> Outcome:
     """Fuzz one target, up to the first mutation that crashes or hangs."""
     outcome, begun = Outcome(target, seed, first), time.monotonic()
-    patience, together = _settings(target)
+    together = settings_of(target).together
     start, stop = first, first + count
     while start < stop and len(outcome.failures) < _MOST_FAILURES and not (outcome.crashed or outcome.hung):
-        start = _one_process(outcome, start, min(stop, start + together), patience)
+        start = _one_process(outcome, start, min(stop, start + together))
     outcome.mutations = start - first
     outcome.seconds = round(time.monotonic() - begun, 1)
     return outcome
 
 
-def _one_process(outcome: Outcome, start: int, stop: int, patience: float) -> int:
+def _one_process(outcome: Outcome, start: int, stop: int) -> int:
     """Mutations from `start` on; how far they came."""
     with tempfile.TemporaryDirectory() as folder:
         progress, output, errors = (Path(folder) / name for name in ("progress", "output", "errors"))
-        progress.write_bytes(struct.pack("q", start - 1))
+        progress.write_text(str(start - 1))
         command = [sys.executable, "-X", "faulthandler", __file__, "--work", str(progress), "--target", outcome.target]
         command += ["--seed", str(outcome.seed), "--first", str(start), "--count", str(stop - start)]
         with output.open("wb") as out, errors.open("wb") as err:
-            process = subprocess.Popen(command, stdout=out, stderr=err)
-            hung = _hangs(process, progress, patience)
-        at: int = struct.unpack("q", progress.read_bytes())[0]
+            status = subprocess.run(command, stdout=out, stderr=err).returncode
+        at = int(progress.read_text())
         for line in output.read_text().splitlines():
             told = json.loads(line) if line.startswith("{") else {}
             if "failure" in told:
-                outcome.wrong.append(f"{outcome.one(told['number'])}\n{told['failure']}")
+                outcome.wrong.append(f"{outcome.again(told['number'])}\n{told['failure']}")
             elif "outcomes" in told:
                 outcome.memory = max(outcome.memory, round(told["memory"], 1))
                 outcome.continued += told["outcomes"].pop("continued", 0)
@@ -191,30 +172,10 @@ def _one_process(outcome: Outcome, start: int, stop: int, patience: float) -> in
         said = errors.read_text(errors="replace")[-3000:]
         if at < start:
             raise RuntimeError(f"{outcome.target} could not be made ready: {said}")
-        if hung:
-            outcome.hung.append(f"{outcome.one(at)}\nmore than {patience} seconds")
-        elif process.returncode:
-            outcome.crashed.append(f"{outcome.one(at)}\nstatus {process.returncode}: {said}")
+        if status:
+            ended = outcome.hung if "Timeout (" in said else outcome.crashed
+            ended.append(f"{outcome.again(at)}\nstatus {status}: {said}")
         return at + 1
-
-
-def _hangs(process: subprocess.Popen[bytes], progress: Path, patience: float) -> bool:
-    """Wait for the end, or for a mutation that takes too long, and kill the process."""
-    seen, since, ready = -2, time.monotonic(), False
-    while True:
-        try:
-            process.wait(0.2)
-            return False
-        except subprocess.TimeoutExpired:
-            pass
-        number = struct.unpack("q", progress.read_bytes())[0]
-        if number != seen:
-            ready = seen != -2
-            seen, since = number, time.monotonic()
-        elif time.monotonic() - since > (patience if ready else 300.0):
-            process.kill()
-            process.wait()
-            return True
 
 
 def main() -> int:
@@ -230,10 +191,10 @@ def main() -> int:
     if chosen.work:
         work(chosen.target[0], chosen.seed, chosen.first, chosen.count, chosen.work)
     if chosen.list:
-        print("\n".join(targets()))
+        print("\n".join(TARGETS))
         return 0
     failed = 0
-    for target in chosen.target or targets():
+    for target in chosen.target or TARGETS:
         outcome = run(target, chosen.seed, chosen.count, chosen.first)
         print(json.dumps(outcome.as_json()), "\n\n".join(outcome.failures), flush=True)
         failed += len(outcome.failures)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
 import io
 import random
 import tarfile
@@ -11,7 +13,6 @@ import warnings
 import zipfile
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +26,14 @@ from midepoch import MidepochError
 from support import sources
 
 
-@dataclass(frozen=True)
-class Target:
-    """
-    Attributes:
-        patience: seconds that one mutation may take.
-        together: mutations that one process makes: some backends keep memory for each loader.
-    """
-
-    patience: float = 20.0
-    together: int = 1 << 62
-
-
 class FileFuzzer:
-    """One kind of file."""
+    """One kind of file. `patience` and `together` are as in `fuzz_states.Target`."""
 
+    patience, together = 20.0, 1 << 62
     whole: bytes
     others: tuple[bytes, ...] = ()
 
-    def __init__(self, name: str = "") -> None:
+    def __init__(self) -> None:
         warnings.simplefilter("ignore")
         self.folder = Path(tempfile.mkdtemp(prefix="midepoch-fuzz-"))
         self.prepare()
@@ -216,21 +206,16 @@ class Archives(FileFuzzer):
         for header, offset, size, name in zip(*told[0][:4], strict=True):
             if not 0 <= header < offset <= offset + size <= len(data):
                 raise Wrong(f"{name} lies outside: {header}, {offset}, {size}")
-            try:
+            with contextlib.suppress(TarError):
                 found = parse_members(data[header : offset + size], "x", header)
-            except TarError:
-                continue
-            if [content for _, content in found] != [data[offset : offset + size]]:
-                raise Wrong(f"{name} is read as {found}")
+                if [content for _, content in found] != [data[offset : offset + size]]:
+                    raise Wrong(f"{name} is read as {found}")
         if index.damage is not None:
             return type(index.damage).__name__
         try:
             with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-                expected = [
-                    (info.offset_data, info.size, info.name.encode("utf-8", "surrogateescape"))
-                    for info in archive
-                    if info.isreg()
-                ]
+                expected = [(info.offset_data, info.size, info.name.encode("utf-8", "surrogateescape"))
+                            for info in archive if info.isreg()]  # fmt: skip
         except (tarfile.TarError, ValueError, IndexError, OverflowError):
             if sealed:
                 return "continued"  # tarfile is stricter in what a header may hold
@@ -277,27 +262,23 @@ def _raised(error: Exception) -> bool:
 class Betons(FileFuzzer):
     """FFCV's files: named as damaged, refused for a state of the whole one, or read as they were but for pixels."""
 
+    patience, together = 60.0, 800
+
     def prepare(self) -> None:
         """A file of raw images and one of JPEGs, of which the mutations are."""
-        from support import ffcv_sources
-
-        self.sources = ffcv_sources
-        self.whole = Path(ffcv_sources.file("raw")).read_bytes()
-        self.others = (Path(ffcv_sources.file("other")).read_bytes(),)
+        self.sources: Any = importlib.import_module("support.ffcv_sources")
+        self.whole, other = (Path(self.sources.file(kind)).read_bytes() for kind in ("raw", "other"))
+        self.others = (other,)
         self.path = self.folder / "x.beton"
         self.path.write_bytes(self.whole)
-        loader = self.wrapped()
+        loader = midepoch.wrap(self.source(), seed=3)
         first_batches(loader, whole)
         self.state = loader.state_dict()
-        self.expected = [row[1] for batch in first_batches(loader, rows) for row in batch]
         loader.load_state_dict(self.state)
         self.expected = [row[1] for batch in loader for row in rows(batch)]
 
     def source(self) -> Any:
         return self.sources.make(path=str(self.path), batches_ahead=2)
-
-    def wrapped(self) -> Any:
-        return midepoch.wrap(self.source(), seed=3)
 
     def outcome(self, data: bytes, sealed: bool) -> str:
         """As a training job would: look at the file, wrap it, load, read."""
@@ -327,10 +308,6 @@ class Betons(FileFuzzer):
 
 
 FUZZERS: dict[str, type[FileFuzzer]] = {
-    "snapshot files": Snapshots,
-    "tar archives": Archives,
-    "webdataset index caches": IndexCaches,
+    "snapshot files": Snapshots, "tar archives": Archives, "webdataset index caches": IndexCaches,
     "beton files": Betons,
-}
-TARGETS = dict.fromkeys(FUZZERS, Target())
-TARGETS["beton files"] = Target(60.0, 800)
+}  # fmt: skip

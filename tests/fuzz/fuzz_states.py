@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import random
 import sys
@@ -27,9 +28,6 @@ CHECKED_REFUSALS = 40  # of every so many refusals, one is followed by a look at
 
 class Wrong(AssertionError):  # noqa: N818  # no error of the program's
     """What must not happen."""
-
-
-# --- batches as what can be compared ---
 
 
 def frozen(value: Any) -> Any:
@@ -59,9 +57,6 @@ def whole(batch: Any) -> list[Any]:
     return [frozen(batch)]
 
 
-# --- the loaders ---
-
-
 @dataclass(frozen=True)
 class Target:
     """A loader whose states are mutated.
@@ -70,19 +65,19 @@ class Target:
         make: a fresh one.
         units: what of a batch are the units that positions count; None for its samples.
         relatives: loaders over other data or of another order, whose states are not this one's.
-        drop_last: a rest that fills no batch is left out.
         ranks: of how many this is one; then only places that were read are known, and where a fresh loader is sent.
         seeks: the epochs of a fresh loader that was sent there are those that iterating leads to.
         patience: seconds that one mutation may take.
+        together: mutations that one process makes: some backends keep memory for each loader.
     """
 
     make: Callable[[], Any]
     units: Callable[[Any], list[Any]] = rows
     relatives: tuple[Callable[[], Any], ...] = ()
-    drop_last: bool = False
     ranks: int = 1
     seeks: bool = True
     patience: float = 20.0
+    together: int = 1 << 62
 
 
 def noisy(size: int = 22, **options: Any) -> Any:
@@ -110,24 +105,12 @@ def in_groups() -> Any:
     return midepoch.wrap(DataLoader(sources.Noisy(22), batch_sampler=sources.Buckets(22)), seed=5)
 
 
-def of_a_rank() -> Any:
-    return midepoch.wrap(sources.noisy_loader(24), seed=5, world=midepoch.World(1, 2))
-
-
 def driven(size: int = 22) -> Any:
     return midepoch.wrap(DataLoader(sources.Exposing(size), batch_size=4), seed=5)
 
 
-def driven_by_two() -> Any:
-    return midepoch.wrap(sources.Pairs(11), seed=5)
-
-
-def replayed(size: int = 22) -> Any:
-    return midepoch.wrap(DataLoader(sources.Stream(size), batch_size=4), seed=5)
-
-
-def replayed_streams() -> Any:
-    return midepoch.wrap(DataLoader(sources.Stream(22), batch_size=4), seed=5, shard=False)
+def replayed(shard: bool | None = None) -> Any:
+    return midepoch.wrap(DataLoader(sources.Stream(22), batch_size=4), seed=5, shard=shard)
 
 
 def generated() -> Any:
@@ -146,10 +129,9 @@ def counted(size: int = 6) -> Any:
     return midepoch.wrap(sources.Counter(size))
 
 
-def carried() -> Any:
-    from support import law_sources
-
-    return law_sources.carried()
+def of(module: str, name: str, **options: Any) -> Callable[[], Any]:
+    """A factory of `support`, whose backend is imported when it is called."""
+    return lambda: getattr(importlib.import_module(f"support.{module}"), name)(**options)
 
 
 def mixed(mode: str = "weighted") -> Any:
@@ -160,22 +142,10 @@ def nested() -> Any:
     return midepoch.combine({"inner": mixed("max_size_cycle"), "other": noisy(9)}, "weighted", seed=5)
 
 
-def mixed_left_alone() -> Any:
-    from support import combine_sources
-
-    return combine_sources.left_alone()
-
-
 def of_own_state(name: str) -> Any:
     from support import own_state_sources
 
     return own_state_sources.WRAPPED[name]()
-
-
-def webdataset(name: str, **options: Any) -> Any:
-    from support import webdataset_sources
-
-    return getattr(webdataset_sources, name)(**options)
 
 
 def webdataset_counted() -> Any:
@@ -189,12 +159,6 @@ def webdataset_counted() -> Any:
     return midepoch.wrap(dataset.batched(2, collation_fn=webdataset_sources.stack).with_epoch(4), seed=5)
 
 
-def streaming(size: int = 14) -> Any:
-    from support import streaming_sources
-
-    return streaming_sources.make_loader(size=size)
-
-
 @functools.cache
 def images() -> str:
     from support import dali_sources
@@ -205,28 +169,23 @@ def images() -> str:
 def dali(kind: str, **options: Any) -> Any:
     from support import dali_sources
 
-    return getattr(dali_sources, kind)(root=images(), reader="numpy", **options)
+    return getattr(dali_sources, kind)(root=images(), reader="numpy", seed=3, **options)
 
 
-def ffcv(kind: str = "raw") -> Any:
-    from support import ffcv_sources
-
-    return ffcv_sources.load(pipelines="plain", kind=kind)
-
-
+carried, indexed = of("law_sources", "carried"), of("webdataset_sources", "indexed")
 TARGETS: dict[str, Target] = {
     "dataloader": Target(noisy, relatives=(lambda: noisy(23), lambda: noisy(seed=6), in_groups)),
     "dataloader without a seed": Target(lambda: noisy(seed=None), relatives=(lambda: noisy(23), lambda: noisy(seed=6))),
     "dataloader of strange errors": Target(strange, relatives=(noisy,)),
     "dataloader listed": Target(listed, relatives=(lambda: listed(21),)),
     "dataloader by batches": Target(in_groups, whole, relatives=(noisy,)),
-    "dataloader of a rank": Target(of_a_rank, relatives=(noisy,), ranks=2),
+    "dataloader of a rank": Target(lambda: noisy(24, world=midepoch.World(1, 2)), relatives=(noisy,), ranks=2),
     "sampler": Target(sampled_indices, whole, relatives=(lambda: sampled_indices(23),)),
     "sequence": Target(in_a_list, whole, relatives=(lambda: in_a_list(8),)),
     "iterable-dataloader driven": Target(driven, relatives=(lambda: driven(23), replayed)),
-    "iterable-dataloader replayed": Target(replayed, relatives=(driven, replayed_streams)),
-    "iterable-dataloader own streams": Target(replayed_streams, whole, relatives=(replayed,)),
-    "iterable driven": Target(driven_by_two, whole, relatives=(driven, generated)),
+    "iterable-dataloader replayed": Target(replayed, relatives=(driven, lambda: replayed(False))),
+    "iterable-dataloader own streams": Target(lambda: replayed(False), whole, relatives=(replayed,)),
+    "iterable driven": Target(lambda: midepoch.wrap(sources.Pairs(11), seed=5), whole, relatives=(driven, generated)),
     "iterable replayed": Target(generated, whole, relatives=(replayed,)),
     "stateful": Target(counted, whole, relatives=(lambda: counted(7), carried), seeks=False),
     "stateful of all epochs": Target(carried, whole, relatives=(counted,), seeks=False),
@@ -237,24 +196,20 @@ TARGETS: dict[str, Target] = {
     "grain": Target(lambda: of_own_state("Grain DataLoader"), whole, relatives=(carried,), seeks=False),
     "combined weighted": Target(mixed, whole, relatives=(nested,), seeks=False),
     "combined zipped": Target(lambda: mixed("max_size_cycle"), whole, relatives=(mixed,), seeks=False),
-    "combined left alone": Target(mixed_left_alone, whole, relatives=(carried, mixed), seeks=False),
-    "webdataset": Target(lambda: webdataset("indexed"), relatives=(lambda: webdataset("indexed", size=14),)),
-    "webdataset counted": Target(webdataset_counted, relatives=(lambda: webdataset("indexed"),)),
-    "webdataset-streams": Target(
-        lambda: webdataset("streamed"), whole, relatives=(lambda: webdataset("indexed"),), seeks=False
+    "combined left alone": Target(of("combine_sources", "left_alone"), whole, relatives=(carried, mixed), seeks=False),
+    "webdataset": Target(indexed, relatives=(of("webdataset_sources", "indexed", size=14),)),
+    "webdataset counted": Target(webdataset_counted, relatives=(indexed,)),
+    "webdataset-streams": Target(of("webdataset_sources", "streamed"), whole, relatives=(indexed,), seeks=False),
+    "streaming": Target(
+        of("streaming_sources", "make_loader", size=14), relatives=(of("streaming_sources", "make_loader", size=15),)
     ),
-    "streaming": Target(streaming, relatives=(lambda: streaming(15),)),
-    "dali": Target(
-        lambda: dali("native", seed=3), whole, relatives=(lambda: dali("sampled", seed=3),), seeks=False, patience=60.0
+    "dali": Target(lambda: dali("native"), whole, relatives=(lambda: dali("sampled"),), seeks=False, patience=60.0),
+    "dali-sampled": Target(lambda: dali("sampled"), relatives=(lambda: dali("sampled", size=20),), patience=60.0),
+    "ffcv": Target(
+        of("ffcv_sources", "plain_load"), relatives=(of("ffcv_sources", "load", pipelines="plain", kind="other"),),
+        patience=60.0,
     ),
-    "dali-sampled": Target(
-        lambda: dali("sampled", seed=3), relatives=(lambda: dali("sampled", seed=3, size=20),), patience=60.0
-    ),
-    "ffcv": Target(ffcv, relatives=(lambda: ffcv("other"),), patience=60.0),
 }
-
-
-# --- what each place holds ---
 
 
 class Reference:
@@ -302,10 +257,7 @@ class Reference:
             found = first_batches(loader, self._target.units) if loader.batches_left else []
         elif found is None:
             units = self._units(seed, epoch)
-            step, found = self._step, []
-            for start in range(position, len(units), step)[:2]:
-                if start + step <= len(units) or not self._target.drop_last:
-                    found.append(units[start : start + step])
+            found = [units[at : at + self._step] for at in range(position, len(units), self._step)[:2]]
         return found
 
     def _units(self, seed: int, epoch: int) -> list[Any]:
@@ -325,20 +277,15 @@ class Reference:
                 there = {**begun, "seed": seed, "epoch": 0, "position": 0, "detail": "", "witness": ""}
                 loader.load_state_dict(midepoch.reseal(there))
             loader.seek(epoch)
+        elif hasattr(loader, "set_epoch"):
+            loader.set_epoch(epoch)
         else:
-            loader.set_epoch(epoch) if hasattr(loader, "set_epoch") else self._send(loader, epoch)
+            loader.load_state_dict(midepoch.reseal({**loader.state_dict(), "epoch": epoch, "position": 0}))
         return [unit for batch in loader for unit in self._target.units(batch)]
-
-    @staticmethod
-    def _send(loader: Any, epoch: int) -> None:
-        loader.load_state_dict(midepoch.reseal({**loader.state_dict(), "epoch": epoch, "position": 0}))
 
 
 def first_batches(loader: Any, units: Callable[[Any], list[Any]]) -> list[list[Any]]:
     return [units(batch) for batch in itertools.islice(iter(loader), 2)]
-
-
-# --- one mutation after the other ---
 
 
 class Fuzzer:

@@ -200,9 +200,6 @@ def mutated(generator: random.Random, state: State, others: Sequence[State]) -> 
     return changed, "+".join(names)
 
 
-# --- files ---
-
-
 def mutated_bytes(generator: random.Random, whole: bytes, others: Sequence[bytes] = ()) -> tuple[bytearray, str]:
     """A file with one kind of damage, sometimes several, and what was done to it."""
     data, names = bytearray(whole), []

@@ -70,17 +70,17 @@ class Backend:
     """A loader that is trained with.
 
     Attributes:
-        source: what is wrapped, for a folder with data, a batch of each rank, a number of ranks and of workers.
+        source: what is wrapped, for a folder with data, a batch of each rank and a number of workers.
         samples: of a batch.
-        prepare: writes the data into a folder, in a process of its own.
+        prepare: writes the data into a folder, in a process of its own; None where there are none.
         worlds, workers: what is drawn from.
         seed: of the wrapped loader; None for the source's own.
         compiled: whether sources compile, which is then done once, before anything is forked.
     """
 
-    source: Callable[[Path, int, int, int], Any]
+    source: Callable[[Path, int, int], Any]
     samples: Callable[[Any], Samples]
-    prepare: Callable[[Path], None] = lambda folder: None
+    prepare: Callable[[Path], None] | None = None
     worlds: tuple[int, ...] = (1, 2, 3)
     workers: tuple[int, ...] = (0, 1, 2)
     seed: int | None = 5
@@ -91,15 +91,7 @@ def of_rows(batch: torch.Tensor) -> Samples:
     return rows(batch[:, 0], batch)
 
 
-def dataloader(folder: Path, batch: int, world_size: int, workers: int) -> Any:
-    return DataLoader(sources.Noisy(SIZE), batch, shuffle=True, num_workers=workers)
-
-
-def iterable(folder: Path, batch: int, world_size: int, workers: int) -> Any:
-    return DataLoader(sources.Exposing(SIZE), batch, num_workers=workers)
-
-
-def stateful(folder: Path, batch: int, world_size: int, workers: int) -> Any:
+def stateful(folder: Path, batch: int, workers: int) -> Any:
     from torch.utils.data import DistributedSampler
     from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -113,36 +105,24 @@ def write_shards(folder: Path) -> None:
     webdataset_sources.make_shards(folder, [SIZE // 6] * 6, 512)
 
 
-def shard_sample(sample: dict[str, Any]) -> torch.Tensor:
-    return torch.tensor([int(sample["cls"]), random.random()], dtype=torch.float64)
+def webdataset(folder: Path, batch: int, workers: int) -> Any:
+    from support import webdataset_sources as shards
 
-
-def webdataset(folder: Path, batch: int, world_size: int, workers: int) -> Any:
-    import webdataset as wds
-
-    dataset = wds.WebDataset(sorted(map(str, folder.glob("*.tar"))), shardshuffle=6).shuffle(100).map(shard_sample)
-    return wds.WebLoader(dataset.batched(batch, collation_fn=torch.stack), batch_size=None, num_workers=workers)
+    dataset = shards.plain(sorted(map(str, folder.glob("*.tar"))), shardshuffle=6).shuffle(100).map(shards.Reading())
+    return shards.in_workers(dataset.batched(batch, collation_fn=shards.stack), workers)
 
 
 def write_mds(folder: Path) -> None:
+    from support import streaming_sources
+
+    shutil.copytree(streaming_sources.written(SIZE), folder / "data")
+
+
+def streaming(folder: Path, batch: int, workers: int) -> Any:
     import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvision
-    from streaming import MDSWriter
+    from streaming import StreamingDataLoader
 
-    with MDSWriter(out=str(folder / "data"), columns={"number": "int", "value": "float64"}, size_limit=4096) as writer:
-        for number in range(SIZE):
-            writer.write({"number": number, "value": number / 7})
-
-
-def streaming(folder: Path, batch: int, world_size: int, workers: int) -> Any:
-    import cpu_torchvision  # noqa: F401  # before streaming, which imports torchvision
-    from streaming import StreamingDataLoader, StreamingDataset
-
-    from support import streaming_apart  # noqa: F401
-
-    class Drawing(StreamingDataset):  # type: ignore[misc]
-        def __getitem__(self, at: Any) -> Any:
-            sample = super().__getitem__(at)
-            return {**sample, "value": sample["value"] + random.random()}
+    from support.streaming_sources import Drawing
 
     dataset = Drawing(local=str(folder / "data"), batch_size=batch, shuffle=True, shuffle_seed=7)
     return StreamingDataLoader(dataset, batch_size=batch, num_workers=workers)
@@ -156,19 +136,19 @@ def write_pictures(folder: Path) -> None:
         Image.fromarray(generator.integers(0, 255, (24, 24, 3), np.uint8)).save(folder / f"{number:03}.jpg")
 
 
-def dali_iterator(folder: Path, batch: int, world_size: int, workers: int, native: bool = False) -> Any:
+def dali_iterator(folder: Path, batch: int, workers: int, native: bool = False) -> Any:
     from nvidia.dali import fn, pipeline_def
     from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
     from midepoch.adapters import dali
 
     files: dict[str, Any] = {"files": [str(folder / f"{number:03}.jpg") for number in range(SIZE)]}
-    files, rank = {**files, "labels": list(range(SIZE)), "random_shuffle": True}, midepoch.World.current().rank
+    files, world = {**files, "labels": list(range(SIZE)), "random_shuffle": True}, midepoch.World.current()
 
     @pipeline_def(batch_size=batch, num_threads=1, device_id=None, seed=12)
     def pipeline() -> Any:
         if native:
-            encoded, number = fn.readers.file(**files, name="Reader", shard_id=rank, num_shards=world_size)
+            encoded, number = fn.readers.file(**files, name="Reader", shard_id=world.rank, num_shards=world.world_size)
             return fn.crop_mirror_normalize(fn.decoders.image(encoded), mirror=fn.random.coin_flip()), number
         encoded, number = dali.readers.file(**files)
         images = fn.decoders.image_slice(encoded, *dali.random.crop_window(encoded), axis_names="HW")
@@ -193,7 +173,7 @@ def write_beton(folder: Path) -> None:
 
 
 @functools.cache
-def ffcv(folder: Path, batch: int, world_size: int, workers: int) -> Any:
+def ffcv(folder: Path, batch: int, workers: int) -> Any:
     from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
     from ffcv.loader import Loader, OrderOption
     from ffcv.transforms import ToTensor
@@ -205,11 +185,15 @@ def ffcv(folder: Path, batch: int, world_size: int, workers: int) -> Any:
 
 
 BACKENDS = {
-    "dataloader": Backend(dataloader, of_rows),
-    "iterable": Backend(iterable, of_rows),
+    "dataloader": Backend(
+        lambda _, batch, workers: DataLoader(sources.Noisy(SIZE), batch, shuffle=True, num_workers=workers), of_rows
+    ),
+    "iterable": Backend(
+        lambda _, batch, workers: DataLoader(sources.Exposing(SIZE), batch, num_workers=workers), of_rows
+    ),
     "stateful": Backend(stateful, lambda batch: rows(batch, batch), worlds=(2,), workers=(1,), seed=None),
     "webdataset": Backend(webdataset, of_rows, write_shards),
-    "streaming": Backend(streaming, lambda batch: rows(batch["number"], batch["value"]), write_mds, seed=None),
+    "streaming": Backend(streaming, lambda batch: rows(batch["number"], batch["drawn"]), write_mds, seed=None),
     "dali": Backend(dali_iterator, of_dali, write_pictures, workers=(0,)),
     "dali-native": Backend(
         functools.partial(dali_iterator, native=True), of_dali, write_pictures, worlds=(2,), workers=(0,), seed=None
@@ -228,9 +212,6 @@ class Board:
 
     def __init__(self) -> None:
         self._numbers = np.frombuffer(mmap.mmap(-1, 8 * 2 * _RANKS), np.int64).reshape(_RANKS, 2)
-
-    def clear(self) -> None:
-        self._numbers[:] = 0
 
     def tell(self, rank: int, step: int = 0) -> None:
         self._numbers[rank] = os.getpid(), step
@@ -267,7 +248,7 @@ def train(backend: Backend, data: Path, folder: Path, workers: int, board: Board
     if distributed:
         torch.distributed.init_process_group("gloo")
     log = folder / f"log-{time.time_ns()}-{os.getpid()}"
-    source = backend.source(data, GLOBAL_BATCH // world.world_size, world.world_size, workers)
+    source = backend.source(data, GLOBAL_BATCH // world.world_size, workers)
     loader = midepoch.wrap(source, seed=backend.seed)
     model = Model()
     snapshot = midepoch.Snapshot(folder / "snapshot.pt", every=EVERY, model=model, data=loader)
@@ -316,12 +297,12 @@ def in_a_child(function: Callable[[], object], output: Path) -> int:
 
 # --- faults ----------------------------------------------------------------------------------------------------------
 
-# Who is hit, with what; a machine is all processes of the job at once.
-FAULTS = (
-    "SIGKILL to a rank", "SIGTERM to a rank", "SIGSTOP, then SIGKILL to a rank", "SIGKILL to a worker of a loader",
-    "SIGKILL to the agent, later to its ranks", "SIGTERM to the agent", "SIGKILL to the machine",
-)  # fmt: skip
-_WEIGHTS = (6, 3, 3, 3, 2, 2, 3)
+# Who is hit, with what, and how often; a machine is all processes of the job at once.
+FAULTS = {
+    "SIGKILL to a rank": 6, "SIGTERM to a rank": 3, "SIGSTOP, then SIGKILL to a rank": 3,
+    "SIGKILL to a worker of a loader": 3, "SIGKILL to the agent, later to its ranks": 2, "SIGTERM to the agent": 2,
+    "SIGKILL to the machine": 3,
+}  # fmt: skip
 
 
 def hit(fault: str, agent: int, rank: int, generator: random.Random) -> str:
@@ -352,6 +333,11 @@ class Wrong(AssertionError):  # noqa: N818  # a verdict
     """A sample was lost, repeated or different, or a job did not end."""
 
 
+def end_of(folder: Path, first: int = 0) -> str:
+    """The last words of what the launches of a job have printed."""
+    return (folder / "output").read_bytes()[first:].decode(errors="replace")[-3000:]
+
+
 _LOST_SIGNAL = re.compile(r"^Exception ignored in.*?SignalException", re.MULTILINE | re.DOTALL)
 
 
@@ -360,17 +346,17 @@ class Chaos:
 
     def __init__(self, name: str, seed: int, folder: Path) -> None:
         self.backend, self.random = BACKENDS[name], random.Random(seed)
-        self.folder, self.board = folder, Board()
+        self.folder, self.data, self.board = folder, folder / "data", Board()
         self.faults, self.jobs = Counter[str](), 0
-        self.data = folder / "data"
         self.data.mkdir()
         os.environ["MIDEPOCH_CACHE"] = str(folder / "cache")
-        # Writers fork and start threads, which must not be in the process that everything is forked from.
-        command = [sys.executable, __file__, "--prepare", str(self.data), "--backend", name]
-        subprocess.run(command, check=True, timeout=300)
+        if self.backend.prepare is not None:
+            # Writers fork and start threads, which must not be in the process that everything is forked from.
+            command = [sys.executable, __file__, "--prepare", str(self.data), "--backend", name]
+            subprocess.run(command, check=True, timeout=300)
         if self.backend.compiled:
             for size in self.backend.worlds:
-                source = self.backend.source(self.data, GLOBAL_BATCH // size, size, 0)
+                source = self.backend.source(self.data, GLOBAL_BATCH // size, 0)
                 deque(midepoch.wrap(source, seed=self.backend.seed), 0)
         whole = folder / "whole"
         whole.mkdir()
@@ -379,20 +365,20 @@ class Chaos:
         if len(self.backend.worlds) > 1:
             run = functools.partial(train, self.backend, self.data, whole, 0, self.board)
             if os.waitpid(in_a_child(run, whole / "output"), 0)[1]:
-                raise Wrong(f"the undisturbed run failed: {(whole / 'output').read_text()[-3000:]}")
+                raise Wrong(f"the undisturbed run failed: {end_of(whole)}")
         else:
             agent = self.launch(whole, self.backend.worlds[0], self.backend.workers[0], 0)
             self.wait(agent, whole)
         self.whole, self.total = self.read(whole)
         if len(self.whole) != STEPS or self.total is None:
-            raise Wrong(f"the undisturbed run made {len(self.whole)} steps: {(whole / 'output').read_text()[-3000:]}")
+            raise Wrong(f"the undisturbed run made {len(self.whole)} steps: {end_of(whole)}")
         for epoch in range(EPOCHS):
             steps = range(epoch * STEPS // EPOCHS + 1, (epoch + 1) * STEPS // EPOCHS + 1)
             if sorted(number for step in steps for number, _ in self.whole[step]) != list(range(SIZE)):
                 raise Wrong(f"the undisturbed run does not give each sample once in epoch {epoch}")
 
     def launch(self, folder: Path, ranks: int, workers: int, restarts: int) -> int:
-        self.board.clear()
+        self.board = Board()
         output = folder / "output"
         self.said = output.stat().st_size if output.exists() else 0
         configuration = LaunchConfig(
@@ -411,11 +397,11 @@ class Chaos:
             if time.monotonic() > until:
                 os.killpg(agent, signal.SIGKILL)
                 os.waitpid(agent, 0)
-                said = (folder / "output").read_bytes()[self.said :].decode(errors="replace")
+                said = end_of(folder, self.said)
                 # Torch's agent raises what ends it from its handler of signals; while Python runs the functions that
                 # frame a fork, an exception is printed and dropped, and the agent goes on, perhaps with a lock held.
                 if seconds is None and not _LOST_SIGNAL.search(said):
-                    raise Wrong(f"a launch did not end within a minute: {said[-3000:]}")
+                    raise Wrong(f"a launch did not end within a minute: {said}")
                 return
             time.sleep(0.01)
         with contextlib.suppress(ProcessLookupError):
@@ -433,7 +419,7 @@ class Chaos:
             idle = idle + 1 if len(done) == before else 0
             before = len(done)
             if idle > 60:
-                raise Wrong(f"no progress in {idle} launches: {(folder / 'output').read_text()[-3000:]}")
+                raise Wrong(f"no progress in {idle} launches: {end_of(folder)}")
             if self.random.random() < 0.3:
                 shutil.rmtree(self.folder / "cache", ignore_errors=True)
             ranks, workers = self.random.choice(self.backend.worlds), self.random.choice(self.backend.workers)
@@ -455,7 +441,7 @@ class Chaos:
 
     def disturb(self, agent: int) -> None:
         """Hits a rank, the agent or all, as they start or after some steps, at any instant of one."""
-        fault = self.random.choices(FAULTS, _WEIGHTS)[0]
+        fault = self.random.choices([*FAULTS], [*FAULTS.values()])[0]
         steps = self.random.choice((0, *range(1, 20, 3)))
         delay = self.random.uniform(0, 0.02 if steps else 0.3)
         first, until = None, time.monotonic() + 30
@@ -480,8 +466,7 @@ class Chaos:
             if self.whole and not all(tuple(sample) in whole for sample in event["batch"]):
                 raise Wrong(f"{event} has other samples, or other bits, than undisturbed")
         found = jobs.global_batches(folder, ordered=False)
-        steps = {step: [(number, checksum) for number, checksum in samples] for step, samples in found.items()}
-        return steps, next(iter(ends), (None, 0))[0]
+        return {step: list(map(tuple, samples)) for step, samples in found.items()}, next(iter(ends), (None, 0))[0]
 
 
 def run(name: str, kills: int, seed: int) -> dict[str, Any]:
@@ -512,8 +497,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="a file to which the counts are added, in place of earlier ones")
     parser.add_argument("--prepare", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.prepare:
-        BACKENDS[options.backend].prepare(options.prepare)
+    if options.prepare and (prepare := BACKENDS[options.backend].prepare):
+        prepare(options.prepare)
         return
     try:
         counts = run(options.backend, options.kills, options.seed)
@@ -523,9 +508,8 @@ def main() -> None:
     print(json.dumps(counts))
     if options.json:
         rows = json.loads(options.json.read_text()) if options.json.exists() else []
-        again = options.backend, options.seed
-        rows = [row for row in rows if (row["backend"], row["seed"]) != again] + [counts]
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        others = [row for row in rows if (row["backend"], row["seed"]) != (options.backend, options.seed)]
+        options.json.write_text(json.dumps([*others, counts], indent=1) + "\n")
 
 
 if __name__ == "__main__":

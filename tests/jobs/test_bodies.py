@@ -155,21 +155,6 @@ def test_an_endless_generator_is_told_where_it_restarts(tmp_path: Path) -> None:
         live(train, tmp_path / "undisturbed.pt", epochs=2)
 
 
-def test_a_pass_that_is_never_asked_for_its_end_is_exact(tmp_path: Path) -> None:
-    def train(make: bodies.Make, log: bodies.Log, epochs: int) -> None:
-        loader = bodies.loader(18)
-        snapshot = make(log=log, loader=loader)
-        for epoch in snapshot.epochs(epochs):
-            batches = iter(loader)
-            for _ in range(loader.batches_done, len(loader)):
-                log(epoch, next(batches))
-                snapshot.step()
-
-    expected = live(train, tmp_path / "undisturbed.pt", epochs=2)
-    for step in range(1, 10):
-        assert twice(functools.partial(live, train, epochs=2), tmp_path / f"{step}.pt", signal_at=step) == expected
-
-
 LONG = bool(os.environ.get("MIDEPOCH_CHAOS"))
 DRAWN = [str(seed) for seed in range(200 if LONG else 4)]  # bodies that nobody thought of
 

@@ -4,53 +4,45 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
+from support import forking
 from support.changed_sources import ROWS
-from support.places import TESTS
 
 JOB = Path(__file__).with_name("changed_data_job.py")
 WORKERS = (0, False), (2, False), (2, True)
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 
 
-def done(tasks: list[Any], hash_seed: int) -> list[dict[str, Any]]:
-    """What `changed_data_job.run` returns for each."""
-    run = subprocess.run(
-        [sys.executable, str(JOB)], input=json.dumps(tasks), stdout=subprocess.PIPE, text=True, check=True, timeout=900,
-        env={**os.environ, "PYTHONHASHSEED": str(hash_seed), "PYTHONPATH": os.pathsep.join([*sys.path, str(TESTS)])},
-    )  # fmt: skip
-    found: list[dict[str, Any]] = json.loads(run.stdout)
-    assert all(found), [task for task, each in zip(tasks, found, strict=True) if not each]
+def done(task: list[Any]) -> dict[str, Any]:
+    """What `changed_data_job.run` returns."""
+    run = forking.run([JOB, json.dumps(task)], modules=["support.changed_sources"], check=True)
+    found: dict[str, Any] = json.loads(run.stdout)
     return found
 
 
 def test_changed_data_resume_exactly_or_say_that_they_do_not() -> None:
-    """Each row, in processes of its own, whose generators and hashes have other seeds in the run that resumes."""
-    tasks = [[name, workers, kept, 1, None, 0] for name in ROWS for workers, kept in WORKERS]
-    resumes: list[Any] = []
-    before: list[Any] = []
-    for number, ((name, workers, kept, *_), whole) in enumerate(zip(tasks, done(tasks, 1), strict=True)):
-        assert not whole["refused"], (name, workers, kept, whole["refused"])
-        assert len(whole["states"]) == 4
-        for at, (cut, (state, step, batches, told)) in enumerate(whole["states"].items()):
-            if not CHAOS and (number + at) % 2:
-                continue  # every second cut of each row and number of workers
-            resumes.append([name, workers, kept, 2, state, step])
-            before.append((cut, told, whole["batches"][batches:]))
-    wrong: list[Any] = []
-    said: set[str] = set()
-    for (name, workers, kept, *_), (cut, told, rest), resumed in zip(resumes, before, done(resumes, 2), strict=True):
+    """Each row, in processes of its own, whose generators have other seeds in the run that resumes."""
+    tasks: list[Any] = [[name, workers, kept, 1] for name in ROWS for workers, kept in WORKERS]
+    resumes, before, wrong, said = list[Any](), list[Any](), list[Any](), set[str]()
+    with ThreadPool(2) as two:
+        for number, ((name, *where, _), whole) in enumerate(zip(tasks, two.map(done, tasks), strict=True)):
+            assert not whole["refused"] and len(whole["states"]) == 4, (name, where, whole["refused"])
+            for at, (cut, (state, step, batches, told)) in enumerate(whole["states"].items()):
+                if CHAOS or (number + at) % 2 == 0:  # every second cut of each row and number of workers
+                    resumes.append([name, *where, 2, state, step])
+                    before.append((cut, told, whole["batches"][batches:]))
+        resumed_runs = two.map(done, resumes)
+    for (name, workers, *_), (cut, told, rest), resumed in zip(resumes, before, resumed_runs, strict=True):
         row = ROWS[name]
         says = row.says if workers or row.here is None else row.here
         heard = told if says else [*told, *resumed["told"], resumed["refused"]]
         is_said = any(says in each for each in heard) if says else any(heard)
         is_exact = resumed["batches"] == rest and not resumed["refused"]
         if not (is_exact and not is_said if not says else is_exact or is_said):
-            wrong.append((name, workers, kept, cut, "exact" if is_exact else "other batches", heard))
+            wrong.append((name, workers, cut, "exact" if is_exact else "other batches", heard))
         if is_said:
             said.add(says)
     assert not wrong

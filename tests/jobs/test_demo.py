@@ -42,21 +42,14 @@ def run_demo(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Torchrun's processes and the ranks are forked; what is to be interrupted, below, is as users start it."""
     python = forking.executable(*MODULES)
     code = f"import sys; sys.executable = {python!r}; from demo.__main__ import main; main()"
-    return forking.run(
-        ["-c", code, f"--output={output}", *_SMALL, *options],
-        modules=MODULES,
-        env={**ENVIRONMENT, "PYTHON_EXEC": python},
-        timeout=500,
-    )
+    command, env = ["-c", code, f"--output={output}", *_SMALL, *options], {**ENVIRONMENT, "PYTHON_EXEC": python}
+    return forking.run(command, modules=MODULES, env=env, timeout=500)
 
 
 def processes_of(output: Path) -> list[str]:
     """Command lines of the processes that work in this folder."""
     lines = (" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"]))
     return [line for line in lines if str(output) in line]
-
-
-# --- the real thing -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -123,33 +116,20 @@ def test_interrupting_takes_all_processes_with_it(tmp_path: Path, number: signal
     assert processes_of(output) == []
 
 
-# --- what the comparison finds --------------------------------------------------------------------------------------
-
-
-def write_log(folder: Path, world_size: int, first_step: int, batches: str, left_out: int = 0) -> Segment:
-    """A segment of batches such as "ab cd", each letter a sample; 'a' is image 0. Its ranks share them equally.
-
-    `left_out`: batches that the last rank has not come to.
-    """
+def write_log(folder: Path, world_size: int, first_step: int, batches: str) -> Segment:
+    """A segment of batches such as "ab cd", each letter a sample; 'a' is image 0. Its ranks share them equally."""
     folder.mkdir(parents=True)
-    steps = batches.split()
     for rank in range(world_size):
         events: list[dict[str, Any]] = [{"event": "start", "step": first_step, "epoch": 0, "position": 0, "pid": 1}]
-        for step, samples in enumerate(steps[: len(steps) - left_out * (rank == world_size - 1)], first_step):
+        for step, samples in enumerate(batches.split(), first_step):
             part = samples[len(samples) * rank // world_size : len(samples) * (rank + 1) // world_size]
             events.append({
                 "event": "batch", "step": step, "epoch": 0, "indices": [ord(each.lower()) - ord("a") for each in part],
                 "digests": list(part), "loss": float(step), "waited": 0.1, "time": 1.0,
             })  # fmt: skip
-        lines = "".join(json.dumps(event) + "\n" for event in events)
-        (folder / f"rank-{rank}.jsonl").write_text(lines + '{"event": "batch", "st')  # cut off by the kill
+        lines = [*map(json.dumps, events), '{"event": "batch", "st']  # cut off by the kill
+        (folder / f"rank-{rank}.jsonl").write_text("\n".join(lines))
     return read_segment(folder, world_size, started=0.0)
-
-
-def compare(folder: Path, *segments: Segment) -> Comparison:
-    """A run against an uninterrupted one of two batches and four images."""
-    reference = Run([write_log(folder / "reference", 1, 0, "ab cd")])
-    return Comparison(Run([*segments]), reference, images=4, epochs=1)
 
 
 @pytest.mark.parametrize(
@@ -168,16 +148,15 @@ def compare(folder: Path, *segments: Segment) -> Comparison:
 def test_what_went_wrong_is_named(
     tmp_path: Path, first: str, second_from: int, second: str, problems: list[str]
 ) -> None:
-    segments = write_log(tmp_path / "0", 1, 0, first), write_log(tmp_path / "1", 2, second_from, second)
-    found = compare(tmp_path, *segments)
+    """Against an uninterrupted run of two batches and four images."""
+    segments = [write_log(tmp_path / "0", 1, 0, first), write_log(tmp_path / "1", 2, second_from, second)]
+    reference = Run([write_log(tmp_path / "reference", 1, 0, "ab cd")])
+    found = Comparison(Run(segments), reference, images=4, epochs=1)
     assert len(found.problems) == len(problems)
     assert all(text.startswith(start) for text, start in zip(found.problems, problems, strict=True))
     if not problems:
         assert [batch.step for batch in found.run.done_again] == [1]
         assert (found.comparable_losses, found.equal_losses) == (1, 1)
-
-
-# --- backends, settings, folders --------------------------------------------------------------------------------------
 
 
 @pytest.mark.long  # each backend's own tests resume it exactly
@@ -195,10 +174,8 @@ def test_every_backend_is_killed_and_exact(name: str, tmp_path: Path) -> None:
     [
         ("--backend=nonsense", "", "torch"), ("--world-sizes=2,x", "", "2,x"), ("--world-sizes=0", "", "world sizes"),
         ("--kills=-1", "", "kills"), ("--kills=1000", "", "1000 kills need"), ("--images=2000", "", "1797"),
-        *(
-            ("", module, f"midepoch: this command needs {module}: pip install 'midepoch[demo]'")
-            for module in ("rich", "matplotlib", "PIL", "sklearn")
-        ),
+        *(("", name, f"midepoch: this command needs {name}: pip install 'midepoch[demo]'")
+          for name in ("rich", "matplotlib", "PIL", "sklearn")),
     ],
 )  # fmt: skip
 def test_what_cannot_begin_is_refused_by_name(

@@ -28,7 +28,7 @@ from midepoch import Snapshot, SnapshotError, SourceError
 from midepoch.reading.tar import TarError
 from midepoch.testing import digest
 from support import fault_sources as faults
-from support import jobs
+from support import jobs, sources
 
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 
@@ -57,9 +57,6 @@ def model(value: float = 0.0) -> torch.nn.Module:
     made = torch.nn.Linear(100, 100)  # 40 kB
     torch.nn.init.constant_(made.weight, value)
     return made
-
-
-# --- disks ---
 
 
 CURES = {"full": r"has room \(0 MiB are free\)", "read-only": "let this process write to .*/disk, or"}
@@ -100,9 +97,6 @@ def test_indexes_on_a_disk_that_takes_no_more(why: str, tmp_path: Path, caplog: 
         assert "cannot be kept" in told[0] and "set MIDEPOCH_CACHE or index_cache= to a folder with space" in told[0]
         assert list(indexed(urls[:2], index_cache=disk)) == kept
         assert len(list(disk.glob("*/*.index"))) == 2 and not list(disk.glob("*/*.part"))
-
-
-# --- reads of local files ---
 
 
 def maker_of(source: str, workers: int, data: Path) -> Callable[[], Any]:
@@ -183,9 +177,6 @@ def test_reads_of_a_snapshot_that_fail(tmp_path: Path) -> None:
     assert errors, "some must have failed"
 
 
-# --- a server that is out of order ---
-
-
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[faults.Server]:
     fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
@@ -237,15 +228,8 @@ def test_a_server_out_of_order_changes_no_batch(server: faults.Server, tmp_path:
     assert resumed > 1 and sum(server.failed.values()) > 5
 
 
-# --- workers that are killed ---
-
-
 def slow(**options: Any) -> DataLoader[Any]:
     return DataLoader(jobs.Noisy(96, 0.001), 4, **options)
-
-
-def lists(batches: Any) -> list[Any]:
-    return [batch.tolist() for batch in batches]
 
 
 def errors_of(killed: list[psutil.Process]) -> int:
@@ -267,7 +251,7 @@ def errors_of(killed: list[psutil.Process]) -> int:
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_killed_worker_loses_no_batch_and_repeats_none(persistent: bool) -> None:
-    whole = lists(midepoch.wrap(slow(), seed=1))
+    whole = sources.taken(midepoch.wrap(slow(), seed=1))
     generator = random.Random(5)
     errors = 0
     for kill in range(12 if CHAOS else 4):
@@ -298,19 +282,16 @@ def test_a_killed_worker_loses_no_batch_and_repeats_none(persistent: bool) -> No
             loader.load_state_dict(state)
             batches = iter(loader)
         if len(got) < len(whole):
-            got += lists(batches)
+            got += sources.taken(batches)
         assert got == whole, f"kill {kill} at batch {at}"
         loader.close()
     assert errors, "some kill must have been met before all batches were there"
 
 
-# --- clocks ---
-
-
 def test_clocks_that_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By days, back and forth, at every look at the clock: nothing that midepoch does goes by the time of day."""
     urls = shards(tmp_path / "shards")
-    whole, noisy = list(indexed(urls)), lists(midepoch.wrap(slow(), seed=1))
+    whole, noisy = list(indexed(urls)), sources.taken(midepoch.wrap(slow(), seed=1))
     real, jumps = time.time, random.Random(3)
     monkeypatch.setattr(time, "time", lambda: real() + 86400 * jumps.uniform(-400, 400))
     monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
@@ -330,13 +311,10 @@ def test_clocks_that_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert again.load() and again.steps == 24
 
 
-# --- forks after threads ---
-
-
 def test_workers_are_forked_while_threads_run(tmp_path: Path) -> None:
     """torch's threads compute, another thread iterates a loader of its own: no worker waits for a lock of theirs."""
     urls = shards(tmp_path / "shards")
-    shard_batches, noisy = list(indexed(urls)), lists(midepoch.wrap(slow(), seed=1))
+    shard_batches, noisy = list(indexed(urls)), sources.taken(midepoch.wrap(slow(), seed=1))
     stop = threading.Event()
 
     def compute() -> None:
@@ -353,16 +331,13 @@ def test_workers_are_forked_while_threads_run(tmp_path: Path) -> None:
             for turn in range(60 if CHAOS else 3):
                 loader = slow(num_workers=2, multiprocessing_context="fork", timeout=60)
                 with midepoch.wrap(loader, seed=1) as wrapped:
-                    assert lists(wrapped) == noisy, turn
+                    assert sources.taken(wrapped) == noisy, turn
                 with indexed(urls, 2) as wrapped:
                     assert list(wrapped) == shard_batches, turn
         finally:
             stop.set()
         for each in running:
             each.result()
-
-
-# --- two jobs, and kills ---
 
 
 def build_indexes(urls: list[str], results: Any = None) -> None:

@@ -20,9 +20,10 @@ MEMORY = 24 << 20  # bytes that allocators may keep; of 1,000 epochs a batch of 
 # How many epochs go before those counted, where more than a few fill allocators: DALI's take 25 MB in 300 epochs, which
 # make 100 pipelines, and 4 to 6 MB in the next 2,700.
 BEFORE = {"dali": 300 if CHAOS else 30}
+# What is left open once an epoch shows after six. Memory shows where batches of a hundred epochs are kept.
+EPOCHS = dict.fromkeys(("dataloader", "replayed", "webdataset"), 100)
 
 pytestmark = [*faults.QUIET, pytest.mark.usefixtures("cache")]
-
 
 Maker = Callable[[], Any]
 
@@ -58,23 +59,9 @@ def streaming(folder: Path) -> Maker:
 
 
 def dali(folder: Path) -> Maker:
-    pytest.importorskip("nvidia.dali", reason="DALI is not installed")
-    from nvidia.dali import fn, pipeline_def
-    from nvidia.dali.plugin.pytorch import DALIGenericIterator
-
-    from support import dali_sources as sources
-
-    sources.write_images(folder)
-
-    @pipeline_def
-    def graph() -> Any:
-        return fn.readers.numpy(file_root=str(folder / "npy"), random_shuffle=True, name="reader")
-
-    def make() -> Any:
-        pipeline = graph(batch_size=8, num_threads=1, device_id=None, enable_checkpointing=True, seed=1)
-        return midepoch.wrap(DALIGenericIterator(pipeline, ["number"], reader_name="reader"))
-
-    return make
+    sources = pytest.importorskip("support.dali_sources", reason="DALI is not installed")
+    options = {"root": str(sources.write_images(folder)), "reader": "numpy", "batch_size": 8}
+    return lambda: sources.native(**options, pipeline={"enable_checkpointing": True})
 
 
 def ffcv(folder: Path) -> Maker:
@@ -107,22 +94,20 @@ class Saved:
         self.loader.close()
 
 
-# Each source, and how many epochs it is read in `make test`, by what one costs. What is left open once an epoch shows
-# in any of these numbers; memory shows where batches of a hundred epochs are kept.
-SOURCES: dict[str, tuple[Callable[[Path], Maker], int]] = {
-    "dataloader": (lambda folder: tensors(), 100),
-    "workers": (lambda folder: tensors(num_workers=2), 6),
-    "persistent workers": (lambda folder: tensors(num_workers=2, persistent_workers=True), 12),
-    "replayed": (replayed, 100),
-    "webdataset": (shards, 100),
-    "webdataset with workers": (lambda folder: shards(folder, workers=2), 6),
-    "webdataset streamed": (lambda folder: shards(folder, "streamed"), 18),
-    "webdataset piped": (lambda folder: shards(folder, "piped"), 9),
-    "streaming": (streaming, 12),
-    "dali": (dali, 15),
-    "ffcv": (ffcv, 12),
-    "combined": (combined, 6),
-    "snapshot": (lambda folder: lambda: Saved(folder), 18),
+SOURCES: dict[str, Callable[[Path], Maker]] = {
+    "dataloader": lambda folder: tensors(),
+    "workers": lambda folder: tensors(num_workers=2),
+    "persistent workers": lambda folder: tensors(num_workers=2, persistent_workers=True),
+    "replayed": replayed,
+    "webdataset": shards,
+    "webdataset with workers": lambda folder: shards(folder, workers=2),
+    "webdataset streamed": lambda folder: shards(folder, "streamed"),
+    "webdataset piped": lambda folder: shards(folder, "piped"),
+    "streaming": streaming,
+    "dali": dali,
+    "ffcv": ffcv,
+    "combined": combined,
+    "snapshot": lambda folder: lambda: Saved(folder),
 }
 
 
@@ -148,13 +133,9 @@ def live(make: Maker, epochs: int) -> None:
 
 
 # FFCV compiles its pipelines for ten seconds; test_ffcv counts its threads and buffers.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name == "ffcv")) for name in SOURCES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name == "ffcv")) for name in SOURCES])
 def test_epochs_leak_nothing(name: str, tmp_path: Path) -> None:
-    source, epochs = SOURCES[name]
-    make = source(tmp_path)
-    epochs = 1000 if CHAOS else epochs
+    make, epochs = SOURCES[name](tmp_path), 1000 if CHAOS else EPOCHS.get(name, 6)
     # What is made once: pools of threads, caches, processes that track resources.
     live(make, BEFORE.get(name, 6 if CHAOS else 3))
     before = faults.quiet()

@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader
 
 import midepoch
 from midepoch import World
+from support import fault_sources as faults
 from support import sources
-
-# --- processes that something else starts ---
 
 
 def test_a_loader_wrapped_before_the_processes_are_started() -> None:
@@ -44,10 +43,12 @@ def test_a_loader_wrapped_before_the_processes_are_started() -> None:
 _KEPT: list[Any] = []  # until the process ends
 
 
+def loading(data: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(data, **{"batch_size": 4, "num_workers": 2} | options)
+
+
 def finish_an_epoch(path: str) -> None:
-    loader = midepoch.wrap(
-        DataLoader(sources.Indices(40), batch_size=4, num_workers=2, persistent_workers=True), seed=1
-    )
+    loader = midepoch.wrap(loading(sources.Indices(40), persistent_workers=True), seed=1)
     _KEPT.extend([loader, midepoch.Snapshot(path, data=loader)])
     list(loader)
 
@@ -63,16 +64,15 @@ class Waiting(sources.Indices):
         while index == 20 and self.how == "in Python":
             time.sleep(10)
         if index == 20:
-            libc = ctypes.CDLL(None)
-            mutex = ctypes.create_string_buffer(64)
+            libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
             libc.pthread_mutex_init(mutex, None)
-            libc.pthread_mutex_lock(mutex)
-            libc.pthread_mutex_lock(mutex)
+            for _ in range(2):
+                libc.pthread_mutex_lock(mutex)
         return index
 
 
 def time_out(how: str, close: bool, path: str) -> None:
-    loader = midepoch.wrap(DataLoader(Waiting(how), batch_size=4, num_workers=2, timeout=1), seed=1)
+    loader = midepoch.wrap(loading(Waiting(how), timeout=1), seed=1)
     _KEPT.extend([loader, midepoch.Snapshot(path, data=loader)])
     iterator = iter(loader)
     with pytest.raises(midepoch.SourceError, match="timed out"):
@@ -114,8 +114,7 @@ def read_in_a_fork(loader: Any, path: str) -> None:
 
 
 def test_a_forked_process_has_persistent_workers_of_its_own(tmp_path: Path) -> None:
-    source: Any = DataLoader(sources.Indices(40), batch_size=4, num_workers=1, persistent_workers=True)
-    with midepoch.wrap(source, seed=0) as loader:
+    with midepoch.wrap(loading(sources.Indices(40), num_workers=1, persistent_workers=True), seed=0) as loader:
         assert len(list(loader)) == 10
         assert end_of("fork", functools.partial(read_in_a_fork, loader), folder=tmp_path) == [0]
         assert len(list(loader)) == 10
@@ -130,7 +129,7 @@ def tell_what_is_blocked(connection: Any) -> None:
 )
 def test_other_processes_have_no_signals_blocked(method: str, tmp_path: Path) -> None:
     context: Any = multiprocessing.get_context(method)
-    source: Any = DataLoader(sources.Indices(8), batch_size=4, num_workers=1, multiprocessing_context=context)
+    source = loading(sources.Indices(8), num_workers=1, multiprocessing_context=context)
     with midepoch.wrap(source, seed=0) as loader, midepoch.Snapshot(tmp_path / "s.pt", data=loader):
         assert len(list(loader)) == 2
         here, there = context.Pipe()
@@ -155,9 +154,6 @@ def test_a_worker_that_dies_while_it_starts_is_told_of(kind: str) -> None:
         list(loader)
 
 
-# --- a loader that is dropped ---
-
-
 class Cycle:
     """Garbage that refers to itself, so that only the collector finds it."""
 
@@ -169,17 +165,8 @@ def workers_here() -> set[int]:
     return {process.pid for process in multiprocessing.active_children() if process.pid is not None}
 
 
-def still_there(workers: set[int], seconds: float = 120.0) -> set[int]:
-    until = time.monotonic() + seconds
-    left = workers
-    while left and time.monotonic() < until:
-        time.sleep(0.01)
-        left = {pid for pid in left if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"}
-    return left
-
-
-def read_whole(loader: Any) -> Any:
-    return list(loader)
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
 
 
 def read_to_its_middle(loader: Any) -> Any:
@@ -191,7 +178,7 @@ def read_to_its_middle(loader: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "read"),
     [
-        ("map-style", read_whole), ("map-style", read_to_its_middle), ("iterable", read_to_its_middle),
+        ("map-style", list), ("map-style", read_to_its_middle), ("iterable", read_to_its_middle),
         ("stateful", read_to_its_middle),
     ],
 )  # fmt: skip
@@ -201,8 +188,8 @@ def test_a_loader_that_is_dropped_ends_its_workers_at_once(
     """By the last reference, or by the collector, which may close the workers' queues before they are told to leave."""
     make: Any = DataLoader
     if kind == "stateful":
-        make = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
-        make = make.StatefulDataLoader
+        loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+        make = loaders.StatefulDataLoader
     sources.be_patient(monkeypatch)
     gc.collect()
     before = workers_here()
@@ -219,4 +206,4 @@ def test_a_loader_that_is_dropped_ends_its_workers_at_once(
     if in_a_cycle:
         gc.collect()
     assert time.monotonic() - begin < sources.PATIENCE / 2
-    assert not still_there(started)
+    assert faults.wait_until(lambda: all(map(gone, started)), 120)

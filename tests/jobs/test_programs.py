@@ -26,9 +26,6 @@ PAGE = ROOT / "docs" / "trainers.md"
 FED = "torchft_ddp"  # test_torchft.py runs it, with a lighthouse
 
 
-# --- how little changes ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["imagenet", FED])
 def test_a_diff_of_six_lines_leads_to_the_program(name: str) -> None:
     """From one without midepoch. A line that replaces another counts once, as one that is added or taken away does."""
@@ -49,9 +46,6 @@ def test_a_diff_of_six_lines_leads_to_the_program(name: str) -> None:
     assert 3 <= sum(max(len(re.findall(rf"^\{sign}", each, re.MULTILINE)) for sign in "+-") for each in blocks) <= 6
     assert all(len(line) <= 121 and ";" not in line for line in diff.splitlines() if line.startswith("+"))
     assert f"```diff\n{diff}```\n" in PAGE.read_text(), f"{PAGE} should show:\n{diff}"
-
-
-# --- it survives -----------------------------------------------------------------------------------------------------
 
 
 # SIGTERM before the last step of an epoch.

@@ -24,15 +24,13 @@ class Job:
 
     def __init__(self, folder: Path, processes: int, *options: str, launcher: Sequence[str] = ()) -> None:
         command = [torchrun_job.__file__, str(folder), *options]
-        self.folder = folder
         self.process = jobs.torchrun(processes, command, launcher, new_session=True)
 
     def wait(self) -> str:
         try:
-            output: str = self.process.communicate(timeout=240)[0]
+            return self.process.communicate(timeout=240)[0]
         finally:
             self.kill()
-        return output
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -56,7 +54,7 @@ def pids(folder: Path, world_size: int) -> dict[int, int]:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
     """The batches of one process that nobody disturbs."""
     folder = tmp_path_factory.mktemp("whole")
-    command: list[str | Path] = [torchrun_job.__file__, folder, "--pause=0"]
+    command = [torchrun_job.__file__, str(folder), "--pause=0"]
     forking.run(command, modules=jobs.MODULES, env=jobs.environment(), check=True)
     found = jobs.global_batches(folder)
     assert len(found) == 40

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import time
@@ -98,10 +99,9 @@ def train(options: argparse.Namespace, distributed: bool) -> None:
 
 def longer(path: Path) -> float:
     """How many seconds more each batch takes for as long as there is such a file."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return float(path.read_text() or 0)
-    except FileNotFoundError:
-        return 0
+    return 0
 
 
 if __name__ == "__main__":

@@ -57,18 +57,10 @@ def as_tuples(batch: list[Any]) -> Any:
     return tuple(zip(*batch, strict=True))
 
 
-def as_it_is(batch: list[Any]) -> list[Any]:
-    return batch
-
-
 COLLATE: dict[str, Callable[[list[Any]], Any]] = {
-    "padded": pad,
-    "padded at the start": functools.partial(pad, start=True),
-    "dicts": as_it_is,
-    "detection": as_tuples,
-    "images": as_it_is,
-    "nothing": as_it_is,
-}
+    "padded": pad, "padded at the start": functools.partial(pad, start=True), "dicts": list, "detection": as_tuples,
+    "images": list, "nothing": list,
+}  # fmt: skip
 KINDS = (
     "tokens", "mask first", "padded", "padded at the start", "dicts", "detection", "images", "not a number",
     "label first", "random", "nothing",

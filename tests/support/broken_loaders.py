@@ -21,17 +21,26 @@ from support.reference_loader import ReferenceLoader, RigidLoader
 
 BROKEN: dict[str, type[ReferenceLoader]] = {}
 """By the one law that each fails."""
+BROKEN_OTHERWISE: list[tuple[str, type[ReferenceLoader]]] = []
+"""What another part of a law is there for. Each is examined by its law alone, so it may be unsound in other ways."""
 
 
 def breaks(law: str) -> Any:
     def note(kind: type[ReferenceLoader]) -> type[ReferenceLoader]:
-        BROKEN[law] = kind
+        if BROKEN.setdefault(law, kind) is not kind:
+            BROKEN_OTHERWISE.append((law, kind))
         return kind
 
     return note
 
 
-# Transparent: the plain loader gives something else.
+def broken(law: str, name: str, kind: type[ReferenceLoader] = ReferenceLoader, **deviations: Any) -> Any:
+    """A loader that deviates in these attributes. It stands in this module by its name, so that it can be pickled."""
+    globals()[name] = made = type(name, (kind,), {"__module__": __name__, **deviations})
+    return breaks(law)(made)
+
+
+Base = ReferenceLoader
 
 
 @breaks("transparent")
@@ -41,9 +50,6 @@ class GivesOneSampleTwice(ReferenceLoader):
     def order(self, epoch: int) -> list[int]:
         order = super().order(epoch)
         return order if self.items is not None else [4 if index == 5 else index for index in order]
-
-
-# Determinism, tail, next epoch, boundary, round trip.
 
 
 @breaks("determinism")
@@ -73,19 +79,14 @@ class SeedsFromTheProcess(ReferenceLoader):
 class ForgetsTheStream(ReferenceLoader):
     """The pass that goes on after a load draws other random columns."""
 
-    loaded = salted = False
+    salted = False
 
     def forgets(self, epoch: int) -> bool:
         return epoch == 0
 
-    def apply(self, state: dict[str, Any]) -> None:
-        super().apply(state)
-        self.loaded = True
-
     def begin(self) -> tuple[int, int]:
         epoch, position = super().begin()
-        self.salted = self.loaded and position > 0 and self.forgets(epoch)
-        self.loaded = False
+        self.salted = self.passes_since_load == 1 and position > 0 and self.forgets(epoch)
         return epoch, position
 
     def key(self, epoch: int, position: int) -> list[int]:
@@ -106,15 +107,8 @@ class OrdersByTheProcessSeed(ReferenceLoader):
 
 @breaks("next epoch")
 class SkipsTheEpochAfterAResumedOne(ReferenceLoader):
-    passes_since_load: float = -math.inf
-
-    def apply(self, state: dict[str, Any]) -> None:
-        super().apply(state)
-        self.passes_since_load = 0
-
     def begin(self) -> tuple[int, int]:
-        self.passes_since_load += 1
-        if self.passes_since_load == 2:
+        if self.passes_since_load == 1:
             self.cursor = (self.cursor[0] + 1, 0)
         return super().begin()
 
@@ -133,22 +127,9 @@ class RepeatsTheEpochOnManyRanks(ReferenceLoader):
 class IsFreshUntilStarted(ReferenceLoader):
     """As two published loaders do: right after a load the state is that of a fresh loader."""
 
-    pending = False
-
-    def apply(self, state: dict[str, Any]) -> None:
-        super().apply(state)
-        self.pending = True
-
-    def begin(self) -> tuple[int, int]:
-        self.pending = False
-        return super().begin()
-
     def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
         state = super().state_dict(in_flight)
-        return reseal(state | {"epoch": 0, "position": 0}) if self.pending else state
-
-
-# Observer, isolation, transport, chain.
+        return state if self.passes_since_load else reseal(state | {"epoch": 0, "position": 0})
 
 
 @breaks("observer")
@@ -189,21 +170,10 @@ class SavesATuple(ReferenceLoader):
 
 @breaks("chain")
 class CountsFromTheResume(ReferenceLoader):
-    base = (0, 0)
-
-    def apply(self, state: dict[str, Any]) -> None:
-        super().apply(state)
-        self.base = self.cursor
-
     def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
-        state = super().state_dict(in_flight)
-        epoch, position = self.base
-        if state["epoch"] == epoch and state["position"] > position:
-            return reseal(state | {"position": state["position"] - position})
-        return state
-
-
-# Partition and topology.
+        state, base = super().state_dict(in_flight), self.loaded.get("position", 0)
+        same = state["epoch"] == self.loaded.get("epoch", 0) and state["position"] > base
+        return reseal(state | {"position": state["position"] - base}) if same else state
 
 
 @breaks("partition")
@@ -236,9 +206,6 @@ class RepeatsOneSampleAfterAChange(ReferenceLoader):
         return [0] * self.size if epoch > self.changed_in else super().order(epoch)
 
 
-# Refusal, delivery, cost, guest, any item, witness, honesty.
-
-
 @breaks("refusal")
 class TakesOtherData(ReferenceLoader):
     """Whatever the fingerprint says."""
@@ -248,15 +215,8 @@ class TakesOtherData(ReferenceLoader):
         super().check(reseal(state | {"fingerprint": self.fingerprint()}))
 
 
-@breaks("delivery")
-class IgnoresWhatIsInFlight(ReferenceLoader):
-    def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
-        return super().state_dict(0)
-
-
-@breaks("cost")
-class ReplaysInSecret(ReferenceLoader):
-    replays = True
+broken("delivery", "IgnoresWhatIsInFlight", state_dict=lambda loader, in_flight=0: Base.state_dict(loader))
+broken("cost", "ReplaysInSecret", replays=True)
 
 
 @breaks("guest")
@@ -277,10 +237,7 @@ class StopsAtNone(ReferenceLoader):
             yield batch, after
 
 
-@breaks("witness")
-class IgnoresTheWitness(ReferenceLoader):
-    def verify(self) -> None:
-        pass
+broken("witness", "IgnoresTheWitness", verify=lambda loader: None)
 
 
 @breaks("honesty")
@@ -295,19 +252,12 @@ class OwnsUpLate(ReferenceLoader):
         return declared
 
 
-# Ranks that leave and join, holes, ways back.
+def skip_too_many(loader: ReferenceLoader, start: int, stop: int, epoch: int | None = None) -> None:
+    Base.skip(loader, start, min(stop + 1, loader.size), epoch)
 
 
-@breaks("reshard")
-class KeepsItsShare(ReferenceLoader):
-    def reshard(self, world: World) -> None:
-        pass
-
-
-@breaks("holes")
-class SkipsOneTooMany(ReferenceLoader):
-    def skip(self, start: int, stop: int, epoch: int | None = None) -> None:
-        super().skip(start, min(stop + 1, self.size), epoch)
+broken("reshard", "KeepsItsShare", reshard=lambda loader, world: None)
+broken("holes", "SkipsOneTooMany", skip=skip_too_many)
 
 
 @breaks("rollback")
@@ -316,9 +266,6 @@ class RollsBackToTheLoad(ReferenceLoader):
         origin = self.origin
         super().commit()
         self.origin = origin
-
-
-# What another part of a law is there for. Each is examined by its law alone, so it may be unsound in other ways.
 
 
 class Ends(DataLoader[Any]):
@@ -382,6 +329,7 @@ def take_world(loader: ReferenceLoader, world: World) -> None:
     loader.rank, loader.world_size = world.rank, world.world_size
 
 
+@breaks("round trip")
 class GoesOnWithTheOldPass(ReferenceLoader):
     """Loaded within a pass, it gives back the state, but iterates what it had prefetched before."""
 
@@ -397,6 +345,7 @@ class GoesOnWithTheOldPass(ReferenceLoader):
         return super().read(epoch, positions, order)
 
 
+@breaks("isolation")
 class KeepsItsArgument(ReferenceLoader):
     """Reads the loaded state only when the pass begins."""
 
@@ -412,6 +361,7 @@ class KeepsItsArgument(ReferenceLoader):
         return super().begin()
 
 
+@breaks("delivery")
 class CountsWhatItPrefetched(ReferenceLoader):
     """While the training loop is busy, here with a second look at the state, the position moves on."""
 
@@ -428,6 +378,7 @@ class CountsWhatItPrefetched(ReferenceLoader):
         return reseal(state | {"position": state["position"] + 1}) if moved else state
 
 
+@breaks("chain")
 class LosesABatchAtTheThirdResume(ReferenceLoader):
     """Its states count the resumes."""
 
@@ -446,48 +397,31 @@ class LosesABatchAtTheThirdResume(ReferenceLoader):
             self.cursor = (state["epoch"], min(state["position"] + self.batch_size, self.size))
 
 
-BROKEN_OTHERWISE: list[tuple[str, type[ReferenceLoader]]] = [
-    ("round trip", GoesOnWithTheOldPass),
-    ("isolation", KeepsItsArgument),
-    ("delivery", CountsWhatItPrefetched),
-    ("chain", LosesABatchAtTheThirdResume),
-]
-
-
-def breaks_too(law: str, name: str, kind: type[ReferenceLoader] = ReferenceLoader, **deviations: Any) -> Any:
-    """A loader that deviates in these attributes. It stands in this module by its name, so that it can be pickled."""
-    made = type(name, (kind,), {"__module__": __name__, **deviations})
-    BROKEN_OTHERWISE.append((law, made))
-    globals()[name] = made
-    return made
-
-
-Base = ReferenceLoader
-HasNoLength = breaks_too("transparent", "HasNoLength", __len__=without_length)
-breaks_too("transparent", "TakesAnotherOrder", order=lambda loader, epoch: Base.order(loader, epoch + 1))
-breaks_too("transparent", "HidesAnError", plain=staticmethod(plain_that_raises))
-breaks_too("transparent", "ChangesWhatIsFixed", plain=staticmethod(plain_that_is_fixed))
-breaks_too("transparent", "DividesOtherwise", plain=staticmethod(plain_that_drops))
-breaks_too("transparent", "LeavesNoTrace", source=property(reference_loader.plain_of))
-breaks_too("determinism", "SameOrderInEachEpoch", order=lambda loader, epoch: Base.order(loader, 0))
-breaks_too("determinism", "SameDraws", key=lambda loader, epoch, position: [loader.seed, epoch])
-breaks_too("tail", "ForgetsInALaterEpoch", ForgetsTheStream, forgets=lambda loader, epoch: epoch == 1)
-breaks_too("tail", "ForgetsOnOtherRanks", ForgetsTheStream, forgets=lambda loader, epoch: loader.rank > 0)
-breaks_too("observer", "TakesAsItCounts", peek=None, __len__=take_and_count)
-breaks_too("transport", "SavesTheWholeOrder", detail=lambda loader: "-" * 20_000)
-breaks_too("partition", "LengthOfTheWorld", __len__=lambda loader: Base.__len__(loader) * loader.world_size)
-breaks_too("topology", "DiffersOnEachRank", detail=lambda loader: f"rank {loader.rank}")
-breaks_too("topology", "AugmentsByRank", key=lambda loader, *place: [*Base.key(loader, *place), loader.rank])
-breaks_too("topology", "RefusesWithoutNames", RigidLoader, check_topology=refuse_without_names)
-breaks_too("topology", "TakesWhatItDeclines", elastic=False, check_topology=lambda loader, state: None)
-breaks_too("refusal", "ChangesBeforeItChecks", load_state_dict=change_before_checking)
-breaks_too("refusal", "AdoptsAnySeed", stated_seed=property(lambda loader: None, lambda loader, seed: None))
-breaks_too("guest", "ListensToTheCaller", key=lambda loader, *place: [*Base.key(loader, *place), caller()])
-breaks_too("reshard", "AcceptsAnyWorld", RigidLoader, reshard=take_world)
-breaks_too("holes", "KeepsNoSkips", state_of_now=lambda *asked: reseal(Base.state_of_now(*asked) | {"omit": ""}))
-breaks_too("rollback", "GoesOnBehind", rollback=lambda loader: setattr(loader, "cursor", loader.origin))
+HasNoLength = broken("transparent", "HasNoLength", __len__=without_length)
+broken("transparent", "TakesAnotherOrder", order=lambda loader, epoch: Base.order(loader, epoch + 1))
+broken("transparent", "HidesAnError", plain=staticmethod(plain_that_raises))
+broken("transparent", "ChangesWhatIsFixed", plain=staticmethod(plain_that_is_fixed))
+broken("transparent", "DividesOtherwise", plain=staticmethod(plain_that_drops))
+broken("transparent", "LeavesNoTrace", source=property(reference_loader.plain_of))
+broken("determinism", "SameOrderInEachEpoch", order=lambda loader, epoch: Base.order(loader, 0))
+broken("determinism", "SameDraws", key=lambda loader, epoch, position: [loader.seed, epoch])
+broken("tail", "ForgetsInALaterEpoch", ForgetsTheStream, forgets=lambda loader, epoch: epoch == 1)
+broken("tail", "ForgetsOnOtherRanks", ForgetsTheStream, forgets=lambda loader, epoch: loader.rank > 0)
+broken("observer", "TakesAsItCounts", peek=None, __len__=take_and_count)
+broken("transport", "SavesTheWholeOrder", detail=lambda loader: "-" * 20_000)
+broken("partition", "LengthOfTheWorld", __len__=lambda loader: Base.__len__(loader) * loader.world_size)
+broken("topology", "DiffersOnEachRank", detail=lambda loader: f"rank {loader.rank}")
+broken("topology", "AugmentsByRank", key=lambda loader, *place: [*Base.key(loader, *place), loader.rank])
+broken("topology", "RefusesWithoutNames", RigidLoader, check_topology=refuse_without_names)
+broken("topology", "TakesWhatItDeclines", elastic=False, check_topology=lambda loader, state: None)
+broken("refusal", "ChangesBeforeItChecks", load_state_dict=change_before_checking)
+broken("refusal", "AdoptsAnySeed", stated_seed=property(lambda loader: None, lambda loader, seed: None))
+broken("guest", "ListensToTheCaller", key=lambda loader, *place: [*Base.key(loader, *place), caller()])
+broken("reshard", "AcceptsAnyWorld", RigidLoader, reshard=take_world)
+broken("holes", "KeepsNoSkips", state_of_now=lambda *asked: reseal(Base.state_of_now(*asked) | {"omit": ""}))
+broken("rollback", "GoesOnBehind", rollback=lambda loader: setattr(loader, "cursor", loader.origin))
 # Twice the same place, without a batch between.
-breaks_too("rollback", "CommitsNothing", commit=lambda loader: setattr(loader, "committed", loader.state_of_now()))
+broken("rollback", "CommitsNothing", commit=lambda loader: setattr(loader, "committed", loader.state_of_now()))
 
 
 # Not of one law: what the examination itself must survive.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 import midepoch
 from midepoch import Loader
@@ -50,7 +50,7 @@ class TellsTheEpoch(sources.Sized):
 class StartsLater(Sampler[int]):
     """Has a start index that is used once."""
 
-    def __init__(self) -> None:
+    def __init__(self, dataset: Augmented) -> None:
         self.start = 6
 
     def __iter__(self) -> Iterator[int]:
@@ -121,34 +121,24 @@ def read(index: int) -> tuple[int, float]:
 
 
 class Row(NamedTuple):
-    """A program.
+    """A program."""
 
-    Attributes:
-        make: the source, with these keywords for its DataLoader.
-        before: what the loop does before the pass of an epoch.
-        after: what it does after a batch, given the number of batches of the run so far.
-        says: what is said by the save where a resume is not exact. Empty: every resume is exact, and nothing is said.
-        here: the same without worker processes, if that is another.
-        options: for `midepoch.wrap`.
-    """
-
-    make: Callable[..., Any]
-    before: Callable[[Loader, int], None] = lambda loader, epoch: None
-    after: Callable[[Loader, int], None] = lambda loader, step: None
-    says: str = ""
-    here: str | None = None
-    options: dict[str, Any] = {}  # noqa: RUF012  # never changed
+    make: Callable[..., Any]  # the source, with these keywords for its DataLoader
+    before: Callable[[Loader, int], None] = lambda loader, epoch: None  # what the loop does before a pass
+    after: Callable[[Loader, int], None] = lambda loader, step: None  # and after a batch, by its number in the run
+    says: str = ""  # what is said by the save where a resume is not exact; empty: each is exact, and nothing is said
+    here: str | None = None  # the same without worker processes, if that is another
+    options: dict[str, Any] = {}  # noqa: RUF012  # for `midepoch.wrap`
 
 
-def loading(kind: Callable[[], Any], sampler: Callable[[], Any] | None = None) -> Callable[..., Any]:
-    """A function that makes a DataLoader of such a dataset, shuffled by torch or by such a sampler."""
-    shuffle = sampler is None
-    return lambda **more: DataLoader(kind(), BATCH, shuffle, sampler and sampler(), **more)
+def loading(kind: Callable[[], Any], sampler: Callable[[Any], Any] = RandomSampler) -> Callable[..., Any]:
+    """A function that makes a DataLoader of such a dataset, in the order of such a sampler."""
 
+    def make(**workers: Any) -> Any:
+        dataset = kind()
+        return DataLoader(dataset, BATCH, sampler=sampler(dataset), **workers)
 
-def told_by_its_sampler(**workers: Any) -> Any:
-    dataset = Augmented()
-    return DataLoader(dataset, BATCH, sampler=TellsTheEpoch(dataset), **workers)
+    return make
 
 
 def ends_it(loader: Loader, epoch: int) -> None:
@@ -166,7 +156,7 @@ def follows_the_step(loader: Loader, step: int) -> None:
 ROWS = {
     "a probability ends": Row(loading(Augmented), ends_it),
     "set_epoch": Row(loading(Augmented), sets_the_epoch),
-    "a sampler tells the epoch": Row(told_by_its_sampler),
+    "a sampler tells the epoch": Row(loading(Augmented, TellsTheEpoch)),
     "a probability follows the step": Row(
         loading(Augmented), after=follows_the_step, here="",
         says="dataset.p changed after this epoch's workers started",
@@ -175,13 +165,11 @@ ROWS = {
     "a start that is used once": Row(loading(Augmented, StartsLater)),
     "a load that draws": Row(
         lambda **workers: DataLoader(DrawsInLoad(), batch_size=None, **workers),
-        says="load_state_dict of this DrawsInLoad draws",
-        options={"shard": False},
+        says="load_state_dict of this DrawsInLoad draws", options={"shard": False},
     ),
     "a generator is made late": Row(loading(MakesLate), sets_the_epoch),
 }
 
 
 def loader_of(row: Row, workers: int, kept: bool) -> Loader:
-    source = row.make(num_workers=workers, persistent_workers=kept)
-    return midepoch.wrap(source, seed=3, **row.options)
+    return midepoch.wrap(row.make(num_workers=workers, persistent_workers=kept), seed=3, **row.options)

@@ -117,11 +117,8 @@ def unseeded() -> Any:
     return midepoch.wrap(DataLoader(TensorDataset(torch.arange(24)), batch_size=4, sampler=Unseeded()), seed=0)
 
 
-class Drifting:
+class Drifting(Forgetful):
     """Has a state of its own, which says nothing of the random numbers in its batches."""
-
-    def __init__(self) -> None:
-        self.done = 0
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         generator = np.random.default_rng()
@@ -130,15 +127,12 @@ class Drifting:
             yield torch.tensor([self.done, int(generator.integers(1 << 40))])
         self.done = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.done = state["done"]
 
 
 def drifting() -> Any:
-    return Drifting()
+    return Drifting(0, 1)
 
 
 def once() -> Any:

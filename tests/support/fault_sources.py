@@ -33,9 +33,6 @@ QUIET = [
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting needs root")
 
 
-# --- disks ---
-
-
 @contextlib.contextmanager
 def disk(folder: Path, size: str) -> Iterator[Path]:
     """A real disk of so many bytes."""
@@ -58,8 +55,6 @@ def fill(folder: Path) -> None:
 def read_only(folder: Path, yes: bool = True) -> None:
     subprocess.run(["mount", "-o", f"remount,{'ro' if yes else 'rw'}", str(folder)], check=True)
 
-
-# --- reads of local files ---
 
 @contextlib.contextmanager
 def reads(folder: Path, fault: str, every: int) -> Iterator[None]:
@@ -103,9 +98,6 @@ def reads(folder: Path, fault: str, every: int) -> Iterator[None]:
         ):  # fmt: skip
             patch.setattr(module, name, faulty)
         yield
-
-
-# --- a server of objects that is out of order ---
 
 
 class Server:
@@ -177,9 +169,6 @@ class Server:
         self._server.server_close()
 
 
-# --- another user ---
-
-
 def as_nobody(folder: Path, function: Callable[[], None]) -> None:
     """Run it as a user without rights, in a process of its own, who may look into a folder and what it lies in."""
     for each in (folder, *folder.parents):
@@ -198,9 +187,6 @@ def as_nobody(folder: Path, function: Callable[[], None]) -> None:
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-# --- what a process holds ---
 
 
 class Held(NamedTuple):

@@ -137,12 +137,8 @@ class Program:
         env: Mapping[str, str] | None = None, new_session: bool = False, merged: bool = False,
     ) -> None:  # fmt: skip
         self.args = [str(argument) for argument in arguments]
-        request = {
-            "arguments": self.args,
-            "cwd": str(cwd or Path.cwd()),
-            "env": dict(os.environ if env is None else env),
-            "session": new_session,
-        }
+        request = {"arguments": self.args, "cwd": str(cwd or Path.cwd()), "session": new_session,
+                   "env": dict(os.environ if env is None else env)}  # fmt: skip
         address, pipes = _server((*_ALWAYS, *modules)), [os.pipe() for _ in range(2)]
         with Path(os.devnull).open(encoding="utf-8") as nothing:
             streams = [nothing.fileno(), pipes[0][1], pipes[0 if merged else 1][1]]
@@ -286,13 +282,8 @@ def _instead() -> None:
     arguments = sys.argv[3:]
     while arguments[0][0] == "-" and arguments[0] not in ("-c", "-m"):
         arguments.pop(0)  # how an interpreter is started
-    request = {
-        "arguments": arguments,
-        "cwd": str(Path.cwd()),
-        "env": dict(os.environ),
-        "session": False,
-        "numbers": numbers,
-    }
+    request = {"arguments": arguments, "cwd": str(Path.cwd()), "env": dict(os.environ), "session": False,
+               "numbers": numbers}  # fmt: skip
     _, answers, pid = _ask(sys.argv[2], request, numbers)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda number, _: os.kill(pid, number))

@@ -20,9 +20,6 @@ from support import forking
 MODULES = ("torch.distributed.run", "torch._dynamo", "torch.distributed.fsdp", "support.sources")
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
-
-
 def drawn(index: int) -> torch.Tensor:
     return torch.tensor([float(index), float(torch.rand(()))])
 
@@ -71,9 +68,6 @@ class Layer(torch.nn.Module):
         return {"loss": self.layer(x / 20).square().mean()}
 
 
-# --- what was done ----------------------------------------------------------------------------------------------------
-
-
 def note(path: Path, event: Any) -> None:
     """Add a line to a file, in the kernel at once: it is there even if the next instruction is a kill."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -111,9 +105,6 @@ def global_batches(folder: Path, ordered: bool = True) -> dict[int, list[Any]]:
             samples = samples if ordered else sorted(samples)
             assert found.setdefault(step, samples) == samples, f"step {step} differs on another number of processes"
     return found
-
-
-# --- processes --------------------------------------------------------------------------------------------------------
 
 
 def environment(**own: str) -> dict[str, str]:

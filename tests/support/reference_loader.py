@@ -6,6 +6,7 @@ Its batches are float64 tensors of shape (batch, 3): the sample's index and two 
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import os
 import types
@@ -16,19 +17,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from midepoch.errors import (
-    MidepochError,
-    StateCorruptError,
-    StateMismatchError,
-    UnsupportedSourceError,
-)
+from midepoch.errors import MidepochError, StateCorruptError, StateMismatchError, UnsupportedSourceError
 from midepoch.order.holes import Holes, Omit
 from midepoch.state.format import build, reseal
 from midepoch.state.format import check as check_format
 from midepoch.state.witness import Witness, summary_of
 from midepoch.world import World
-
-END = object()
 
 
 def identify(batch: torch.Tensor) -> list[int]:
@@ -43,8 +37,7 @@ class Rows(Dataset[torch.Tensor]):
     """The rows of the reference loader, as they are without one: with numbers from torch's generator."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
-        self.reads = 0
+        self.size, self.reads = size, 0
 
     def __len__(self) -> int:
         return self.size
@@ -91,14 +84,14 @@ def gather(loader: ReferenceLoader) -> dict[str, Any]:
     return reseal(states[0] | {"detail": "all ranks"})
 
 
-def yes_or_no(holds: bool) -> types.SimpleNamespace:
-    """A capability, without midepoch's classes: laws need only a truth value and a reason."""
-    return Capability(reason="so it was built" if holds else "it was told not to", holds=holds)
+class Capability:
+    """Without midepoch's classes: laws need only a truth value and a reason."""
 
+    def __init__(self, holds: bool) -> None:
+        self.holds, self.reason = holds, "so it was built" if holds else "it was told not to"
 
-class Capability(types.SimpleNamespace):
     def __bool__(self) -> bool:
-        return bool(self.holds)
+        return self.holds
 
 
 class ReferenceLoader:
@@ -124,7 +117,8 @@ class ReferenceLoader:
         self.tail, self.drop_last, self.shuffle = tail, drop_last, shuffle
         self.cursor = (0, 0)
         self.continues = True  # the next pass goes on at the cursor
-        self.passes = 0
+        self.passes, self.loaded = 0, dict[str, Any]()
+        self.passes_since_load: float = math.inf
         self.expected = ""  # the witness of the loaded state
         self.history: collections.deque[tuple[int, int]] = collections.deque(maxlen=8)
         self.peeked: list[Any] = []
@@ -137,15 +131,12 @@ class ReferenceLoader:
 
     @property
     def capabilities(self) -> types.SimpleNamespace:
-        return types.SimpleNamespace(
-            exact_order=yes_or_no(True),
-            exact_augmentations=yes_or_no(True),
-            constant_time_resume=yes_or_no(self.constant_time),
-            elastic_world=yes_or_no(self.elastic),
-            elastic_workers=yes_or_no(self.elastic_workers),
-            rank_independent=yes_or_no(self.knows_all_ranks),
-            skips=yes_or_no(True),
-        )
+        held = {
+            "exact_order": True, "exact_augmentations": True, "constant_time_resume": self.constant_time,
+            "elastic_world": self.elastic, "elastic_workers": self.elastic_workers,
+            "rank_independent": self.knows_all_ranks, "skips": True,
+        }  # fmt: skip
+        return types.SimpleNamespace(**{name: Capability(holds) for name, holds in held.items()})
 
     def __len__(self) -> int:
         return len(list(self.blocks(0)))
@@ -176,10 +167,8 @@ class ReferenceLoader:
             yield from self.blocks(position)
             return
         self.size = left = size - holes.total
-        try:
-            blocks = list(self.blocks(holes.place_of(position)))
-        finally:
-            self.size = size
+        blocks = list(self.blocks(holes.place_of(position)))
+        self.size = size
         for places, after in blocks:
             positions = [holes.position_of(place % left) for place in places]
             yield positions, holes.position_of(after) if after < left else size
@@ -200,10 +189,8 @@ class ReferenceLoader:
             os.close(log)
         if self.items is not None:
             return self.items[order[positions[0]]]
-        rows = [
-            [order[position], *np.random.Generator(np.random.PCG64(self.key(epoch, position))).random(2)]
-            for position in positions
-        ]
+        generators = [np.random.Generator(np.random.PCG64(self.key(epoch, position))) for position in positions]
+        rows = [[order[position], *each.random(2)] for position, each in zip(positions, generators, strict=True)]
         return torch.tensor(rows, dtype=torch.float64)
 
     # Iterating.
@@ -214,7 +201,7 @@ class ReferenceLoader:
         if not self.continues and position:
             epoch, position = epoch + 1, 0
         self.cursor, self.continues = (epoch, position), False
-        self.passes += 1
+        self.passes, self.passes_since_load = self.passes + 1, self.passes_since_load + 1
         return self.cursor
 
     def __iter__(self) -> Iterator[Any]:
@@ -233,13 +220,9 @@ class ReferenceLoader:
                 fetched = self.fetch(epoch, position)
             if self.peeked:
                 batch, after = self.peeked.pop()
-                next(fetched, END) if not ahead else ahead.popleft()
+                next(fetched, None) if not ahead else ahead.popleft()
             else:
-                while len(ahead) <= self.num_workers:
-                    entry = next(fetched, None)
-                    if entry is None:
-                        break
-                    ahead.append(entry)
+                ahead.extend(itertools.islice(fetched, 1 + self.num_workers - len(ahead)))
                 if not ahead:
                     return
                 batch, after = ahead.popleft()
@@ -248,24 +231,17 @@ class ReferenceLoader:
 
     def fetch(self, epoch: int, position: int) -> Iterator[tuple[Any, int]]:
         order = self.order(epoch)
-        if self.replays:
-            for skipped in range(position):
-                self.read(epoch, [skipped], order)
+        for skipped in range(position) if self.replays else ():
+            self.read(epoch, [skipped], order)
         for positions, after in self.blocks_of(epoch, position):
             yield self.read(epoch, positions, order), after
 
     def deliver(self, epoch: int, after: int) -> None:
         self.history.append(self.cursor)
-        self.cursor = (epoch, after) if any(self.blocks_left(epoch, after)) else (epoch + 1, 0)
-
-    def blocks_left(self, epoch: int, position: int) -> Iterator[bool]:
-        """Whether any rank has another batch: the end of an epoch is the same for all."""
-        own = self.rank
-        self.rank = 0
-        try:
-            yield from (True for _ in self.blocks_of(epoch, position))
-        finally:
-            self.rank = own
+        own, self.rank = self.rank, 0  # the end of an epoch is the same for all ranks
+        left = next(self.blocks_of(epoch, after), None)
+        self.rank = own
+        self.cursor = (epoch, after) if left is not None else (epoch + 1, 0)
 
     def peek(self) -> Any:
         if not self.peeked:
@@ -315,8 +291,8 @@ class ReferenceLoader:
 
     def apply(self, state: dict[str, Any]) -> None:
         self.expected = state.get("witness", "")
-        self.seed = state["seed"]
-        self.cursor = (state["epoch"], state["position"])
+        self.seed, self.cursor = state["seed"], (state["epoch"], state["position"])
+        self.loaded, self.passes_since_load = dict(state), 0
         self.skips = dict(Omit.parse(state.get("omit", ""), state["epoch"]).skips)
         self.continues = True
         self.passes += 1  # ends a pass that runs
@@ -351,7 +327,6 @@ class ReferenceLoader:
         allowed = [""] if self.knows_all_ranks else ["all ranks"] + ["rank 0"] * (self.world_size == 1)
         if state["detail"] not in allowed:
             raise StateMismatchError(f"the state's detail is {state['detail']!r}, this loader needs one of {allowed}")
-
 
     # Ranks that leave and join.
 
@@ -412,4 +387,4 @@ class BareLoader:
         return {"epoch": epoch, "position": position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.inner.apply({"epoch": state["epoch"], "position": state["position"], "seed": 0})
+        self.inner.apply({**state, "seed": 0})

@@ -38,9 +38,6 @@ SEQUENCES = 200  # of each source
 BODIES = 300
 
 
-# --- sources ----------------------------------------------------------------------------------------------------------
-
-
 class FailsOnceError(Exception):
     """A sample could not be read, this time."""
 
@@ -97,10 +94,6 @@ def mixed(switch: Switch, **_: Any) -> Any:
     return midepoch.combine(parts, "weighted", weights=[2, 1], seed=3)
 
 
-def as_list(batch: list[Any]) -> list[Any]:
-    return batch
-
-
 def jittered(batch: torch.Tensor) -> torch.Tensor:
     return batch + torch.rand(()) + random.random()
 
@@ -111,48 +104,39 @@ def on_two_ranks(switch: Switch) -> Any:
 
 
 Make = Callable[[Switch], Any]
-RANK_1 = World(1, 2, 0)
-ALONE = World(0, 1, 0)
 
-# Each: what is wrapped, and how.
+# Each: what is wrapped, and how, but for the world, which is one process's where nothing else is said.
 SOURCES: dict[str, tuple[Make, dict[str, Any]]] = {
-    "shuffled": (noisy, {"world": ALONE}),
-    "in order, full batches": (functools.partial(noisy, shuffle=False, drop_last=True), {"world": ALONE}),
-    "on two ranks": (on_two_ranks, {"world": RANK_1}),
+    "shuffled": (noisy, {}),
+    "in order, full batches": (functools.partial(noisy, shuffle=False, drop_last=True), {}),
+    "on two ranks": (on_two_ranks, {"world": World(1, 2, 0)}),
     "whole batches, drawn for": (
-        lambda switch: DataLoader(Fetched(22, switch), 4, collate_fn=sources.noisy_collate, shuffle=True),
-        {"world": ALONE},
+        lambda switch: DataLoader(Fetched(22, switch), 4, collate_fn=sources.noisy_collate, shuffle=True), {}
     ),
-    "batches of a sampler": (
-        lambda switch: DataLoader(Failing(22, switch), batch_sampler=sources.Buckets(22)),
-        {"world": ALONE},
-    ),
-    "a sampler": (
-        lambda switch: DataLoader(Failing(22, switch), 4, sampler=sources.EverySecond(22)),
-        {"world": ALONE},
-    ),
-    "one at a time": (functools.partial(noisy, batch_size=None), {"world": ALONE}),
-    "seeds": (lambda switch: DataLoader(Seeds(), 4, shuffle=True, collate_fn=as_list), {"world": ALONE}),
-    "then": (noisy, {"world": ALONE, "then": jittered}),
-    "retried": (noisy, {"world": ALONE, "on_error": "retry"}),
-    "exposed": (lambda switch: DataLoader(sources.Exposing(22), 4), {"world": ALONE}),
-    "inherited": (lambda switch: sources.Inheriting(11), {"world": ALONE}),
-    "stream": (lambda switch: DataLoader(sources.Stream(22), 4), {"world": ALONE}),
-    "generator": (lambda switch: sources.numbers, {"world": ALONE}),
-    "list": (lambda switch: list(range(11)), {"world": ALONE}),
-    "own state": (lambda switch: sources.Counter(9), {"world": ALONE}),
+    "batches of a sampler": (lambda switch: DataLoader(Failing(22, switch), batch_sampler=sources.Buckets(22)), {}),
+    "a sampler": (lambda switch: DataLoader(Failing(22, switch), 4, sampler=sources.EverySecond(22)), {}),
+    "one at a time": (functools.partial(noisy, batch_size=None), {}),
+    "seeds": (lambda switch: DataLoader(Seeds(), 4, shuffle=True, collate_fn=list), {}),
+    "then": (noisy, {"then": jittered}),
+    "retried": (noisy, {"on_error": "retry"}),
+    "exposed": (lambda switch: DataLoader(sources.Exposing(22), 4), {}),
+    "inherited": (lambda switch: sources.Inheriting(11), {}),
+    "stream": (lambda switch: DataLoader(sources.Stream(22), 4), {}),
+    "generator": (lambda switch: sources.numbers, {}),
+    "list": (lambda switch: list(range(11)), {}),
+    "own state": (lambda switch: sources.Counter(9), {}),
     "mixed": (mixed, {}),
 }
-FEWER = {"in workers": (functools.partial(noisy, num_workers=1), {"world": ALONE})}  # each takes a second
+FEWER: dict[str, tuple[Make, dict[str, Any]]] = {  # each takes a second
+    "in workers": (functools.partial(noisy, num_workers=1), {})
+}
 
 
 def wrapped(name: str, switch: Switch) -> Any:
     make, options = (SOURCES | FEWER)[name]
-    made = make(switch)
+    made, options = make(switch), {"world": World(0, 1, 0)} | options
     return made if isinstance(made, midepoch.Loader) else midepoch.wrap(made, seed=5, **options)
 
-
-# --- operations -------------------------------------------------------------------------------------------------------
 
 TIMES = {"n": 30, "i": 6, "p": 4, "r": 3, "s": 8, "f": 2, "l": 4, "m": 3, "k": 4, "e": 3} | dict.fromkeys("cxwyb", 1)
 OPERATIONS = "".join(each * times for each, times in TIMES.items())
@@ -235,9 +219,6 @@ def trace(name: str, number: int) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return " ".join(Run(name, number).trace())
-
-
-# --- bodies -----------------------------------------------------------------------------------------------------------
 
 
 def body(number: int) -> str:

@@ -59,9 +59,6 @@ def statuses(report: Report) -> dict[str, str]:
     return {verdict.law: verdict.status for verdict in report.verdicts}
 
 
-# The correct loaders.
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -174,9 +171,6 @@ def test_what_cannot_be_examined_says_why() -> None:
     assert report["partition"].reason == "the factory takes no rank and world_size"
     assert {report[law].status for law in ("tail", "chain", "partition")} == {"not applicable"}
     assert report.holds
-
-
-# The broken loaders.
 
 
 def test_there_is_a_broken_loader_for_each_law() -> None:
@@ -321,8 +315,6 @@ def test_a_failure_is_raised_with_the_report() -> None:
         assert part in str(error.report) or part == "'round trip'"
 
 
-# Batches of all shapes.
-
 FOR_NAMES = ("determinism", "tail", "partition", "topology", "delivery")
 look = functools.partial(check_resumable, laws=FOR_NAMES, quick=True, epochs=1, raise_on_failure=False)
 
@@ -342,9 +334,6 @@ def test_a_loader_whose_samples_have_no_names_is_told_so() -> None:
     for law in ("tail", "partition", "topology", "delivery"):
         assert report[law].status == "not applicable"
         assert report[law].reason == "no leaf of the batch names the sample; give identify"
-
-
-# What the examination itself must survive.
 
 
 @pytest.mark.parametrize(
@@ -415,9 +404,6 @@ def test_a_pool_finds_modules_off_the_import_path(tmp_path: Path, monkeypatch: p
     assert shared_pool().run([Call(0, module.answer)], timeout=60) == [name]
 
 
-# The pytest base class.
-
-
 def test_the_suite_has_one_test_for_each_law() -> None:
     tests = {name: function for name, function in vars(ResumableTests).items() if name.startswith("test_")}
     assert [name.removeprefix("test_").replace("_", " ") for name in tests] == list(LAWS)
@@ -462,9 +448,6 @@ def test_the_functions_need_no_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pytest", None)
     assert importlib.import_module("midepoch.testing").LAWS.keys() == LAWS.keys()
-
-
-# Comparing items.
 
 
 class Pair(NamedTuple):

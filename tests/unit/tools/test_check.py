@@ -51,6 +51,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Done, P
 
 
 def test_a_sound_loader_is_called_exact_in_one_table(checked: dict[str, tuple[Done, Path]]) -> None:
+    """Without a terminal each stage is a line, on stderr, so that stdout has the report alone."""
     done = checked["good"][0]
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
@@ -58,13 +59,16 @@ def test_a_sound_loader_is_called_exact_in_one_table(checked: dict[str, tuple[Do
     assert re.search(r"rest of an epoch that was cut +\d+ of 40 samples lost, \d+ twice +exact", done.stdout)
     assert re.search(r"continued on 2 ranks .* exact", done.stdout) and "fail" not in done.stdout
     assert "proved at each resume: same data" in done.stdout and len(lines) <= 20
+    stages = done.stderr.splitlines()
+    assert stages[0] == "   0 s: what it is (1 of 32)" and len(stages) == 32, done.stderr
+    assert all(re.fullmatch(r" +\d+ s: [a-z, ]+ \(\d+ of 32\)", line) for line in stages), done.stderr
+    assert " of 32)" not in done.stdout
 
 
 def test_a_broken_loader_leads_with_the_cause(checked: dict[str, tuple[Done, Path]]) -> None:
     done = checked["bad"][0]
     assert done.returncode == 1, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[1] == "A resumed run is not the run that was cut"
+    assert done.stdout.splitlines()[1] == "A resumed run is not the run that was cut"
     assert re.search(r"first seen +epoch 0, batch 1", done.stdout)
     assert re.search(r"\d+ more fail with it: tail, boundary, round trip, chain", done.stdout)
     assert re.search(r"rest of an epoch that was cut +4 of 24 samples lost, 0 twice", done.stdout)
@@ -133,15 +137,6 @@ def test_what_is_found_fits_on_a_screen(command: str) -> None:
     assert len(done.stdout.splitlines()) <= 25 and "Traceback" not in done.stdout
 
 
-def test_without_a_terminal_each_stage_is_a_line() -> None:
-    """On stderr, so that stdout has the report alone."""
-    done = check("check_sources:alone", "--quick", "--epochs=1", "--laws=tail")
-    first, *others = done.stderr.splitlines()
-    assert first == "   0 s: what it is (1 of 5)" and len(others) == 4, done.stderr
-    assert all(re.fullmatch(r" +\d+ s: [a-z, ]+ \(\d of 5\)", line) for line in others), done.stderr
-    assert " of 5)" not in done.stdout
-
-
 def test_a_plain_dataloader_is_examined_bare_and_wrapped() -> None:
     """Named as an object. Ranks, workers and batch size are derived from it. The bar says what is tried."""
     done = check("check_sources:loader", "--quick", "--epochs=1", "--laws=tail", terminal=True)
@@ -168,29 +163,20 @@ def test_a_line_of_the_users_is_known_in_any_folder(tmp_path: Path) -> None:
     assert diagnosis._raised_at(trace) == ["mine.py:2: raise OSError(index)"]
 
 
-SCRIPT = """
-import torch
-from torch.utils.data import DataLoader
-
-{name} = DataLoader(list(range(12)), batch_size=4, shuffle=True)
-
-if __name__ == "__main__":
-    raise SystemExit("trains")
-"""
+LOADER = "from torch.utils.data import DataLoader\n{} = DataLoader(list(range(12)), batch_size=4, shuffle=True)\n"
 
 
 def test_a_script_is_enough(tmp_path: Path) -> None:
-    (tmp_path / "train_alone.py").write_text(SCRIPT.format(name="data"))
-    done = check("train_alone.py", "--quick", "--epochs=1", "--laws=tail", folder=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("train_alone.py (DataLoader)")
-    (tmp_path / "train_two.py").write_text(SCRIPT.format(name="first = second"))
-    done = check("train_two.py", folder=tmp_path)
-    assert done.returncode == 2
-    assert "several loaders: name one, train_two.py:first or train_two.py:second" in done.stderr
-    (tmp_path / "train_none.py").write_text("data = 3\n")
-    done = check("train_none.py", folder=tmp_path)
-    assert done.returncode == 2 and "write a function make_loader() in it" in done.stderr
+    trains = "if __name__ == '__main__': raise SystemExit('trains')\n"
+    for name, text, status, told in (
+        ("alone", LOADER.format("data") + trains, 0, "train_alone.py (DataLoader)"),
+        ("two", LOADER.format("a = b"), 2, "several loaders: name one, train_two.py:a or train_two.py:b"),
+        ("none", "data = 3\n", 2, "write a function make_loader() in it"),
+        ("leaves", "def make_loader(): pass\nraise SystemExit(0)\n", 2, "fails when it is imported: SystemExit: 0"),
+    ):
+        (tmp_path / f"train_{name}.py").write_text(text)
+        done = check(f"train_{name}.py", "--quick", "--epochs=1", "--laws=tail", folder=tmp_path)
+        assert done.returncode == status and told in done.stdout + done.stderr, done
 
 
 def test_counting_is_what_programs_do() -> None:
@@ -226,36 +212,33 @@ def test_of_a_long_dataloader_the_first_samples_are_examined(shuffle: bool) -> N
 
     nature = recognise(Settings(make), {})
     assert (nature.kind, nature.samples) == ("DataLoader; of its 1,003 samples the first 83", 20 * 4 + 3)
-    sides: tuple[Side, ...] = ("given", "bare")
-    for side in sides:
+    side: Side
+    for side in ("given", "bare"):
         batches = list(Subject(make, side, nature.derived, nature.samples)(num_workers=0, batch_size=5))
         assert len(batches) == 17 and sorted(torch.cat(batches).tolist()) == list(range(83))
         assert (torch.cat(batches).tolist() != list(range(83))) is shuffle
 
 
-def draw_seeded() -> Any:
-    return [random.Random(3).random(), np.random.default_rng(3).random()]
+class Draws:
+    """From seeded generators, from one that the operating system seeds, or from that itself."""
 
+    def __init__(self, how: str) -> None:
+        self.how = how
 
-def draw_python() -> Any:
-    return [random.Random().random()]
-
-
-def draw_system() -> Any:
-    return [os.urandom(2)]
+    def __iter__(self) -> Iterator[Any]:
+        yield random.Random(3).random(), np.random.default_rng(3).random()
+        if self.how == "python":
+            yield random.Random().random()
+        if self.how == "system":
+            yield os.urandom(2)
 
 
 @pytest.mark.parametrize(
-    ("draw", "line"),
-    [(draw_seeded, ""), (draw_python, "return [random.Random().random()]"), (draw_system, "return [os.urandom(2)]")],
+    ("how", "line"), [("seeded", ""), ("python", "random.Random().random()"), ("system", "os.urandom(2)")]
 )
-def test_who_asks_the_operating_system_for_numbers_is_named(draw: Any, line: str) -> None:
-    class Draws:
-        def __iter__(self) -> Iterator[Any]:
-            return iter(draw())
-
-    found = entropy(Settings(Draws), {})
-    assert [each.partition(": ")[2] for each in found] == ([line] if line else [])
+def test_who_asks_the_operating_system_for_numbers_is_named(how: str, line: str) -> None:
+    found = entropy(Settings(lambda: Draws(how)), {})
+    assert [each.partition(": yield ")[2] for each in found] == [line] * bool(line)
 
 
 def text_of(page: Path) -> str:
@@ -308,12 +291,6 @@ def test_what_cannot_be_examined_is_told(arguments: list[str], message: str) -> 
     assert ("Traceback" in done.stderr) == ("builds no loader" in message), "of the function's own errors only"
 
 
-def test_a_module_that_leaves_when_it_is_imported(tmp_path: Path) -> None:
-    (tmp_path / "leaves.py").write_text("def make_loader(): pass\nraise SystemExit(0)\n")
-    done = check("leaves.py:make_loader", folder=tmp_path)
-    assert done.returncode == 2 and "fails when it is imported: SystemExit: 0" in done.stderr
-
-
 def test_the_file_that_is_named_is_the_one_that_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = SOURCES.read_text(encoding="utf-8")
     for name, text in (("a", source), ("b", source.replace("def alone", "def other"))):
@@ -323,10 +300,9 @@ def test_the_file_that_is_named_is_the_one_that_is_examined(tmp_path: Path, monk
     done = check("b/mine_of_two.py:alone", "--laws=tail", folder=tmp_path)
     assert done.returncode == 2 and "has no function and no loader 'alone'" in done.stderr, done.stdout
     (tmp_path / "types.py").write_text(source)
-    done = check("types.py:alone", "--laws=tail", folder=tmp_path / "a")
-    assert done.returncode == 2 and "there is no file" in done.stderr
-    done = check("../types.py:alone", "--laws=tail", folder=tmp_path / "a")
-    assert done.returncode == 2 and "there is another module 'types'" in done.stderr
+    for name, told in (("types.py", "there is no file"), ("../types.py", "there is another module 'types'")):
+        done = check(f"{name}:alone", "--laws=tail", folder=tmp_path / "a")
+        assert done.returncode == 2 and told in done.stderr
 
 
 def test_names_are_text_and_the_page_is_written_whole(tmp_path: Path) -> None:

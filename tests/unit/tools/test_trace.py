@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRa
 import midepoch
 from midepoch import MidepochError, World
 from midepoch.tools.trace import trace
-from support import forking, sources
-from support.places import ROOT
+from support import commands, sources
 
 SIZE = 50
 
@@ -172,11 +170,8 @@ def test_it_takes_milliseconds_at_a_billion_samples(tmp_path: Path) -> None:
     assert min(took) < 0.1, took  # two of them
 
 
-# --- the command ---
-
-
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return forking.run(["-m", "midepoch", "trace", *map(str, arguments)], timeout=120)
+def command(*arguments: object) -> commands.Done:
+    return commands.run("trace", *map(str, arguments))
 
 
 def test_as_people_and_programs_read_it(tmp_path: Path) -> None:
@@ -198,8 +193,7 @@ def test_as_people_and_programs_read_it(tmp_path: Path) -> None:
         assert json.loads(command(path, "--json", *question).stdout)["steps"] == 30
 
 
-def test_exit_statuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))  # where this file finds what it imports
+def test_exit_statuses(tmp_path: Path) -> None:
     path, out = tmp_path / "snapshot.pt", ["--out", tmp_path / "out"]
     train(path, plain)
     for arguments, words in (
