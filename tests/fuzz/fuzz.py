@@ -41,25 +41,18 @@ _MOST_FAILURES = 20  # after which a target is given up
 
 @dataclasses.dataclass
 class Outcome:
-    """Of one target.
-
-    Attributes:
-        refused: how many mutations ended in which error.
-        continued: went on exactly where the state said.
-        wrong, crashed, hung: what was found, with numbers.
-        memory: mebibytes by which the process grew while it ran.
-    """
+    """Of one target."""
 
     target: str
     seed: int
     first: int
     mutations: int = 0
-    refused: dict[str, int] = dataclasses.field(default_factory=dict)
-    continued: int = 0
-    wrong: list[str] = dataclasses.field(default_factory=list)
+    refused: dict[str, int] = dataclasses.field(default_factory=dict)  # how many mutations ended in which error
+    continued: int = 0  # exactly where the state said
+    wrong: list[str] = dataclasses.field(default_factory=list)  # what was found, with numbers, and so on
     crashed: list[str] = dataclasses.field(default_factory=list)
     hung: list[str] = dataclasses.field(default_factory=list)
-    memory: float = 0.0
+    memory: float = 0.0  # mebibytes by which the process grew while it ran
     seconds: float = 0.0
 
     @property

@@ -59,25 +59,15 @@ def whole(batch: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Target:
-    """A loader whose states are mutated.
+    """A loader whose states are mutated."""
 
-    Attributes:
-        make: a fresh one.
-        units: what of a batch are the units that positions count; None for its samples.
-        relatives: loaders over other data or of another order, whose states are not this one's.
-        ranks: of how many this is one; then only places that were read are known, and where a fresh loader is sent.
-        seeks: the epochs of a fresh loader that was sent there are those that iterating leads to.
-        patience: seconds that one mutation may take.
-        together: mutations that one process makes: some backends keep memory for each loader.
-    """
-
-    make: Callable[[], Any]
-    units: Callable[[Any], list[Any]] = rows
-    relatives: tuple[Callable[[], Any], ...] = ()
-    ranks: int = 1
-    seeks: bool = True
-    patience: float = 20.0
-    together: int = 1 << 62
+    make: Callable[[], Any]  # a fresh one
+    units: Callable[[Any], list[Any]] = rows  # what of a batch are the units that positions count
+    relatives: tuple[Callable[[], Any], ...] = ()  # of other data or another order, whose states are not this one's
+    ranks: int = 1  # of so many: then only places that were read are known, and where a fresh loader is sent
+    seeks: bool = True  # the epochs of a fresh loader that was sent there are those that iterating leads to
+    patience: float = 20.0  # seconds that one mutation may take
+    together: int = 1 << 62  # mutations that one process makes: some backends keep memory for each loader
 
 
 def noisy(size: int = 22, **options: Any) -> Any:

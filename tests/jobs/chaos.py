@@ -14,6 +14,7 @@ import contextlib
 import functools
 import json
 import mmap
+import multiprocessing
 import os
 import random
 import re
@@ -23,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
@@ -67,24 +67,15 @@ def rows(numbers: Any, *parts: Any) -> Samples:
 
 @dataclass(frozen=True)
 class Backend:
-    """A loader that is trained with.
+    """A loader that is trained with."""
 
-    Attributes:
-        source: what is wrapped, for a folder with data, a batch of each rank and a number of workers.
-        samples: of a batch.
-        prepare: writes the data into a folder, in a process of its own; None where there are none.
-        worlds, workers: what is drawn from.
-        seed: of the wrapped loader; None for the source's own.
-        compiled: whether sources compile, which is then done once, before anything is forked.
-    """
-
-    source: Callable[[Path, int, int], Any]
-    samples: Callable[[Any], Samples]
-    prepare: Callable[[Path], None] | None = None
-    worlds: tuple[int, ...] = (1, 2, 3)
+    source: Callable[[Path, int, int], Any]  # for a folder with data, a batch of each rank and a number of workers
+    samples: Callable[[Any], Samples]  # of a batch
+    prepare: Callable[[Path], None] | None = None  # writes the data into a folder, in a process of its own
+    worlds: tuple[int, ...] = (1, 2, 3)  # what is drawn from
     workers: tuple[int, ...] = (0, 1, 2)
-    seed: int | None = 5
-    compiled: bool = False
+    seed: int | None = 5  # of the wrapped loader; None for the source's own
+    compiled: bool = False  # whether sources compile, which is then done once, before anything is forked
 
 
 def of_rows(batch: torch.Tensor) -> Samples:
@@ -273,26 +264,19 @@ def train(backend: Backend, data: Path, folder: Path, workers: int, board: Board
         torch.distributed.destroy_process_group()
 
 
-def in_a_child(function: Callable[[], object], output: Path) -> int:
-    """The process that runs this, in a session of its own, with all that it prints in a file."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
+def in_a_child(function: Callable[[], object], output: Path) -> Any:
+    """A process that runs this, in a session of its own, with all that it prints in a file."""
+
+    def run() -> None:
         os.setsid()
         printed = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for stream in (1, 2):
             os.dup2(printed, stream)
         function()
-        status = 0
-    except BaseException:  # noqa: BLE001  # nothing of this may go on in the copy of whoever forked
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    return process
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -364,7 +348,9 @@ class Chaos:
         self.total: int | None = None
         if len(self.backend.worlds) > 1:
             run = functools.partial(train, self.backend, self.data, whole, 0, self.board)
-            if os.waitpid(in_a_child(run, whole / "output"), 0)[1]:
+            undisturbed = in_a_child(run, whole / "output")
+            undisturbed.join()
+            if undisturbed.exitcode:
                 raise Wrong(f"the undisturbed run failed: {end_of(whole)}")
         else:
             agent = self.launch(whole, self.backend.worlds[0], self.backend.workers[0], 0)
@@ -377,7 +363,7 @@ class Chaos:
             if sorted(number for step in steps for number, _ in self.whole[step]) != list(range(SIZE)):
                 raise Wrong(f"the undisturbed run does not give each sample once in epoch {epoch}")
 
-    def launch(self, folder: Path, ranks: int, workers: int, restarts: int) -> int:
+    def launch(self, folder: Path, ranks: int, workers: int, restarts: int) -> Any:
         self.board = Board()
         output = folder / "output"
         self.said = output.stat().st_size if output.exists() else 0
@@ -390,22 +376,17 @@ class Chaos:
         )
         return in_a_child(launched, output)
 
-    def wait(self, agent: int, folder: Path, seconds: float | None = None) -> None:
+    def wait(self, agent: Any, folder: Path, seconds: float | None = None) -> None:
         """Until its launch is over; what is left of it is killed, after so many seconds, or as a fault after 60."""
-        until = time.monotonic() + (seconds or 60.0)
-        while os.waitpid(agent, os.WNOHANG)[0] == 0:
-            if time.monotonic() > until:
-                os.killpg(agent, signal.SIGKILL)
-                os.waitpid(agent, 0)
-                said = end_of(folder, self.said)
-                # Torch's agent raises what ends it from its handler of signals; while Python runs the functions that
-                # frame a fork, an exception is printed and dropped, and the agent goes on, perhaps with a lock held.
-                if seconds is None and not _LOST_SIGNAL.search(said):
-                    raise Wrong(f"a launch did not end within a minute: {said}")
-                return
-            time.sleep(0.01)
+        agent.join(seconds or 60.0)
+        has_ended = agent.exitcode is not None
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(agent, signal.SIGKILL)
+            os.killpg(agent.pid, signal.SIGKILL)
+        agent.join()
+        # Torch's agent raises what ends it from its handler of signals; while Python runs the functions that frame a
+        # fork, an exception is printed and dropped, and the agent goes on, perhaps with a lock held.
+        if not has_ended and seconds is None and not _LOST_SIGNAL.search(said := end_of(folder, self.said)):
+            raise Wrong(f"a launch did not end within a minute: {said}")
 
     def job(self, kills: int) -> None:
         """From nothing to the end, hit as often as that takes, and at most so many times."""
@@ -439,20 +420,20 @@ class Chaos:
         self.jobs += 1
         shutil.rmtree(folder)
 
-    def disturb(self, agent: int) -> None:
+    def disturb(self, agent: Any) -> None:
         """Hits a rank, the agent or all, as they start or after some steps, at any instant of one."""
         fault = self.random.choices([*FAULTS], [*FAULTS.values()])[0]
         steps = self.random.choice((0, *range(1, 20, 3)))
         delay = self.random.uniform(0, 0.02 if steps else 0.3)
         first, until = None, time.monotonic() + 30
-        while os.waitid(os.P_PID, agent, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None and time.monotonic() < until:
+        while agent.is_alive() and time.monotonic() < until:
             found = self.board.steps()
             at = max(found.values(), default=0)
             first = at if first is None and at else first
             if found and (not steps or (first is not None and at >= first + steps)):
                 time.sleep(delay)
                 pid = self.random.choice(list(self.board.steps() or found))
-                self.faults[hit(fault, agent, pid, self.random)] += 1
+                self.faults[hit(fault, agent.pid, pid, self.random)] += 1
                 return
             time.sleep(0.0003)
 

@@ -228,44 +228,28 @@ FOREVER: dict[str, Callable[[Any], Iterator[Any]]] = {"cycle": cycle, "restarted
 
 
 class Loop(NamedTuple):
-    """One loop of a body, over one loader or several in step.
+    """One loop of a body, over one loader or several in step."""
 
-    Attributes:
-        loaders: by number, in the order in which they are asked.
-        forever: of these, those that are begun again where they end, and how.
-        longest: it ends with the longest loader, not with the shortest.
-        steps: it calls `snapshot.step`.
-        leaves: after so many batches in an epoch, how: "break", "raise" (an exception that is caught behind the loop),
-            "out" (one that is caught behind the loop over epochs, which then begins again); None: not at all.
-        within: a loop that is run after every so many batches.
-    """
-
-    loaders: tuple[int, ...]
-    forever: Mapping[int, str] = MappingProxyType({})
-    longest: bool = False
-    steps: bool = True
+    loaders: tuple[int, ...]  # by number, in the order in which they are asked
+    forever: Mapping[int, str] = MappingProxyType({})  # of these, those that are begun again where they end, and how
+    longest: bool = False  # it ends with the longest loader, not with the shortest
+    steps: bool = True  # it calls `snapshot.step`
+    # After so many batches in an epoch, how: "break", "raise" (an exception that is caught behind the loop), "out" (one
+    # that is caught behind the loop over epochs, which then begins again).
     leaves: tuple[int, str] | None = None
-    within: tuple[int, Loop] | None = None
+    within: tuple[int, Loop] | None = None  # a loop that is run after every so many batches
 
 
 @dataclasses.dataclass
 class Body:
-    """A program, such as `Body.random(seed)`.
+    """A program, such as `Body.random(seed)`."""
 
-    Attributes:
-        batches: of each loader.
-        loops: of the body of its loop over epochs, one after the other.
-        unknown: the loaders whose length is not known.
-        outside: a loader that is read by one iterator during the whole run, a batch for each of `loops`' batches.
-        skips: in epoch 1, the loops from this one on.
-        looks: what each process reads before the loop over epochs: a loader, and at most so many batches.
-    """
-
-    batches: Sequence[int]
-    loops: Sequence[Loop]
-    unknown: Collection[int] = ()
-    outside: int | None = None
-    skips: int | None = None
+    batches: Sequence[int]  # of each loader
+    loops: Sequence[Loop]  # of the body of its loop over epochs, one after the other
+    unknown: Collection[int] = ()  # the loaders whose length is not known
+    outside: int | None = None  # a loader read by one iterator during the run, a batch for each of `loops`' batches
+    skips: int | None = None  # in epoch 1, the loops from this one on
+    # What each process reads before the loop over epochs: a loader, and at most so many batches.
     looks: Sequence[tuple[int, int]] = ()
 
     @classmethod
@@ -410,16 +394,10 @@ def live(
     body: Train, path: Path, every: int = NEVER, killed_at: int | None = None, signal_at: int | None = None,
     fails: bool = False, epochs: int = 3,
 ) -> list[Any] | None:  # fmt: skip
-    """The log of one process; None if it ends before its time.
+    """The log of one process, with a snapshot at `path`; None if it ends before its time.
 
-    Args:
-        body: the program.
-        path: of its snapshot.
-        every: batches between saves.
-        killed_at: it is killed before this line of its log.
-        signal_at: it receives SIGTERM before this call of `step`.
-        fails: the loops that are to be left together with the loop over epochs are.
-        epochs: of the run.
+    It is killed before line `killed_at` of its log, or receives SIGTERM before this call of `step`. `fails`: the loops
+    that are to be left together with the loop over epochs are.
     """
     log, made = Log(), list[midepoch.Snapshot]()
     log.limit = killed_at
