@@ -24,6 +24,7 @@ from measuring import Interval
 from support import forking
 
 PLAIN, OURS, TORCHDATA = NAMES = ("plain DataLoader", "midepoch DataLoader", "torchdata")
+PUBLISHED: dict[str, Any] = json.loads((compare.OUTPUT / "results.json").read_text())
 
 
 @pytest.mark.long  # it measures for half a minute what no other part of midepoch depends on
@@ -48,25 +49,20 @@ def test_what_is_measured_is_exact_sane_and_written(tmp_path: Path) -> None:
     assert theirs["world 2 to 3"].startswith("loses ") and theirs["random"] == "other numbers"
 
 
-def published() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((compare.OUTPUT / "results.json").read_text())
-    return found
-
-
 def test_the_page_is_that_of_the_results() -> None:
     """If this fails: benchmarks/compare.py --render."""
     page = compare.OUTPUT / "index.md"
-    said = compare.markdown(published())
+    said = compare.markdown(PUBLISHED)
     assert said in page.read_text()
     assert page.read_text() == measuring.replaced(page, "comparison", said)
 
 
 def test_a_sentence_of_result_stands_over_each_chart() -> None:
-    rows = published()
-    worst = max(float(row["ratio"]) for row in rows["overhead"] if row["peer"] == OURS and not row["workers"])
-    said = compare.first_overhead(rows["overhead"])
+    rows = PUBLISHED["overhead"]
+    worst = max(float(row["ratio"]) for row in rows if row["peer"] == OURS and not row["workers"])
+    said = compare.first_overhead(rows)
     assert f"{worst:.2g} for draws" in said and said.count(" for ") == 3
-    assert "of the 10 others, 10 lose" in compare.first_exactness(rows["exactness"])
+    assert "of the 10 others, 10 lose" in compare.first_exactness(PUBLISHED["exactness"])
     wrong = [{"peer": OURS, "question": "halved", "verdict": "loses 1, repeats 0 silently"}]
     assert compare.first_exactness(wrong).startswith("A wrapped loader is wrong; ")
     assert compare.first_resume([]) == compare.first_size([]) == compare.first_state([]) == ""
@@ -94,12 +90,11 @@ def changed(results: dict[str, Any], key: str, **values: Any) -> dict[str, Any]:
 
 
 def test_what_has_become_worse_is_named() -> None:
-    results, asked = published(), ["overhead", "resume", "exactness"]
+    results, asked = PUBLISHED, ["overhead", "resume", "exactness"]
     assert compare.worse(results, results, [OURS], asked) == []
     slow = changed(results, "overhead", ratio=100.0, low=99.0, high=101.0)
-    assert len(compare.worse(results, slow, [OURS], asked)) == len(
-        [row for row in results["overhead"] if row["peer"] == OURS]
-    )
+    ours = [row for row in results["overhead"] if row["peer"] == OURS]
+    assert len(compare.worse(results, slow, [OURS], asked)) == len(ours)
     assert compare.worse(slow, results, [OURS], asked) == []
     wrong = changed(results, "exactness", verdict="loses 1, repeats 0 silently")
     assert compare.worse(results, wrong, [OURS], ["exactness"])

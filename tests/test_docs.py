@@ -55,6 +55,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 ALONE = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+ALONE["NO_MKDOCS_2_WARNING"] = "1"
 
 
 def python(arguments: list[Any], folder: Path) -> str:
@@ -62,11 +63,17 @@ def python(arguments: list[Any], folder: Path) -> str:
     return forking.run(arguments, cwd=folder, env=ALONE, modules=forking.IMPORTED, check=True).stdout
 
 
-def skip_without(modules: list[str], extras: str) -> None:
-    """Without importing them here, which takes seconds."""
-    for package in {module.partition(".")[0] for module in modules}:
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed (pip install midepoch[{extras}])")
+def importable(name: str) -> bool:
+    """Without importing it here, which takes seconds."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of nvidia.dali where there is no nvidia
+        return False
+
+
+def skip_without(packages: list[str], extras: str) -> None:
+    if missing := [each for each in packages if not importable(each)]:
+        pytest.skip(f"not installed: {', '.join(missing)} (pip install midepoch[{extras}])")
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -116,13 +123,6 @@ def test_the_stories_of_leaving_data_out(tmp_path: Path) -> None:
     assert said.count("step 14, rank 0, epoch 0, position 135\n") == 1
     ((batch,),) = torch.load(tmp_path / "step14.pt", weights_only=False)[0]
     assert batch.tolist() == [1e6] * 10
-
-
-def importable(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of nvidia.dali where there is no nvidia
-        return False
 
 
 START = ROOT / "docs" / "start.md"
@@ -441,10 +441,7 @@ def test_the_tutorial(tmp_path: Path) -> None:
 def test_the_site_is_built(tmp_path: Path) -> None:
     """Strictly: a link that leads nowhere, or a name in the reference that is not there, is an error."""
     pytest.importorskip("mkdocs", reason="needs midepoch[docs]")
-    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    run([sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)], ROOT)
     pages = {each.stem for each in PAGES if each.parent.name == "docs"} - {"index"}
     assert pages <= {each.name for each in tmp_path.iterdir()}
     reference = (tmp_path / "reference" / "index.html").read_text(encoding="utf-8")

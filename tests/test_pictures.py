@@ -7,18 +7,13 @@ import json
 import re
 import xml.etree.ElementTree
 from collections import Counter
-from types import ModuleType
 
 import pytest
 
 from support.places import ROOT, module_of
 
 DOCS = ROOT / "docs"
-
-
-@pytest.fixture(scope="module")
-def pictures() -> ModuleType:
-    return module_of(DOCS / "pictures.py")
+pictures = module_of(DOCS / "pictures.py")
 
 
 def test_the_table_of_attacks_is_that_of_the_results() -> None:
@@ -37,7 +32,7 @@ def test_the_table_of_other_packages_is_that_of_the_results(monkeypatch: pytest.
         assert f"def {name}" in (ROOT / file).read_text(encoding="utf-8")
 
 
-def test_what_is_stored_is_what_is_drawn(pictures: ModuleType) -> None:
+def test_what_is_stored_is_what_is_drawn() -> None:
     stored = {path.stem: path.read_text(encoding="utf-8") for path in (DOCS / "pictures").glob("*.svg")}
     drawn = {name: str(draw()) for name, draw in pictures.PICTURES.items()}
     assert stored.keys() == drawn.keys()
@@ -46,14 +41,14 @@ def test_what_is_stored_is_what_is_drawn(pictures: ModuleType) -> None:
         xml.etree.ElementTree.fromstring(drawn[name])
 
 
-def test_every_picture_is_shown(pictures: ModuleType) -> None:
+def test_every_picture_is_shown() -> None:
     pages = "".join(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md"))
     for name in pictures.PICTURES:
         shown = re.search(rf"!\[[^\]]{{20,}}\]\(pictures/{name}\.svg\)", pages)
         assert shown, f"no page shows {name}.svg, with words for those who cannot see it"
 
 
-def test_ranks_take_contiguous_blocks_of_each_global_batch(pictures: ModuleType) -> None:
+def test_ranks_take_contiguous_blocks_of_each_global_batch() -> None:
     """Worked out by hand for 24 samples in batches of 3: two ranks, two steps, then three ranks."""
     order, before, after, state = pictures.cut()
     assert sorted(order) == list(range(24))
@@ -64,5 +59,5 @@ def test_ranks_take_contiguous_blocks_of_each_global_batch(pictures: ModuleType)
     assert given == Counter(range(24))
 
 
-def test_every_key_of_a_state_is_explained(pictures: ModuleType) -> None:
+def test_every_key_of_a_state_is_explained() -> None:
     assert list(pictures.MEANINGS) == list(pictures.cut()[3])

@@ -51,8 +51,6 @@ SIZE, GLOBAL_BATCH, EPOCHS, EVERY = 480, 12, 3, 3
 STEPS = SIZE // GLOBAL_BATCH * EPOCHS
 
 
-# --- the backends ----------------------------------------------------------------------------------------------------
-
 Samples = list[tuple[int, int]]  # number and checksum of each
 
 
@@ -193,8 +191,6 @@ BACKENDS = {
 }  # fmt: skip
 
 
-# --- training --------------------------------------------------------------------------------------------------------
-
 _RANKS = max(max(backend.worlds) for backend in BACKENDS.values())
 
 
@@ -279,8 +275,6 @@ def in_a_child(function: Callable[[], object], output: Path) -> Any:
     return process
 
 
-# --- faults ----------------------------------------------------------------------------------------------------------
-
 # Who is hit, with what, and how often; a machine is all processes of the job at once.
 FAULTS = {
     "SIGKILL to a rank": 6, "SIGTERM to a rank": 3, "SIGSTOP, then SIGKILL to a rank": 3,
@@ -308,9 +302,6 @@ def hit(fault: str, agent: int, rank: int, generator: random.Random) -> str:
         elif "later" in fault or "machine" in fault:
             os.killpg(agent, signal.SIGKILL)
     return fault
-
-
-# --- one job after the other ------------------------------------------------------------------------------------------
 
 
 class Wrong(AssertionError):  # noqa: N818  # a verdict

@@ -10,13 +10,13 @@ import hashlib
 import http.server
 import io
 import itertools
+import multiprocessing
 import os
 import random
 import re
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -93,10 +93,10 @@ def reads(folder: Path, fault: str, every: int) -> Iterator[None]:
 
     os_pread, os_preadv = os.pread, os.preadv
     with pytest.MonkeyPatch.context() as patch:
-        for module, name, faulty in (
-            (io, "open", open_), (builtins, "open", open_), (os, "pread", pread), (os, "preadv", preadv),
-        ):  # fmt: skip
-            patch.setattr(module, name, faulty)
+        for module in (io, builtins):
+            patch.setattr(module, "open", open_)
+        patch.setattr(os, "pread", pread)
+        patch.setattr(os, "preadv", preadv)
         yield
 
 
@@ -116,11 +116,11 @@ class Server:
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def do_HEAD(self) -> None:
-                outer.answer(self, False)
-
             def do_GET(self) -> None:
-                outer.answer(self, True)
+                outer.answer(self)
+
+            def do_HEAD(self) -> None:
+                outer.answer(self)
 
             def log_message(self, format: str, *arguments: Any) -> None:
                 pass
@@ -130,11 +130,10 @@ class Server:
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
-    def answer(self, request: Any, with_body: bool) -> None:
+    def answer(self, request: Any) -> None:
         data = (self._root / request.path.strip("/")).read_bytes()
         with self._lock:
-            fails = self._chance.random() < self.often
-            fault = self._chance.choice(self.faults) if fails else ""
+            fault = self._chance.choice(self.faults) if self._chance.random() < self.often else ""
             if fault:
                 self.failed[fault] += 1
         first, last, status = 0, len(data) - 1, 200
@@ -156,7 +155,7 @@ class Server:
         if status == 206:
             request.send_header("Content-Range", f"bytes {first}-{last}/{len(data)}")
         request.end_headers()
-        if not with_body or fault in ("500", "empty"):
+        if request.command == "HEAD" or fault in ("500", "empty"):
             return
         if fault == "cut":
             body, request.close_connection = body[: len(body) // 2], True
@@ -174,19 +173,16 @@ def as_nobody(folder: Path, function: Callable[[], None]) -> None:
     for each in (folder, *folder.parents):
         with contextlib.suppress(PermissionError):
             each.chmod(each.stat().st_mode | 0o055)  # pytest's folders are root's alone
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.setgid(65534)
-            os.setuid(65534)
-            function()
-            status = 0
-        except BaseException as error:  # noqa: BLE001  # told before the process ends
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def run() -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+        function()
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 class Held(NamedTuple):
@@ -203,13 +199,8 @@ def held() -> Held:
     """Now, once what is on its way out has gone."""
     gc.collect()
     process = psutil.Process()
-    return Held(
-        process.num_fds(),
-        process.num_threads(),
-        len(process.children(recursive=True)),
-        len(_shared(process)),
-        process.memory_info().rss,
-    )
+    children, memory = process.children(recursive=True), process.memory_info().rss
+    return Held(process.num_fds(), process.num_threads(), len(children), len(_shared(process)), memory)
 
 
 def _shared(process: psutil.Process) -> set[str]:

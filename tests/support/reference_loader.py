@@ -127,8 +127,6 @@ class ReferenceLoader:
         self.committed: dict[str, Any] | None = None
         self.skips: dict[int, Holes] = {}
 
-    # What it says of itself.
-
     @property
     def capabilities(self) -> types.SimpleNamespace:
         held = {
@@ -140,8 +138,6 @@ class ReferenceLoader:
 
     def __len__(self) -> int:
         return len(list(self.blocks(0)))
-
-    # Where each batch lies.
 
     def blocks(self, position: int) -> Iterator[tuple[range, int]]:
         """(positions of this rank's batch, position after the global batch), from ``position`` to the end."""
@@ -192,8 +188,6 @@ class ReferenceLoader:
         generators = [np.random.Generator(np.random.PCG64(self.key(epoch, position))) for position in positions]
         rows = [[order[position], *each.random(2)] for position, each in zip(positions, generators, strict=True)]
         return torch.tensor(rows, dtype=torch.float64)
-
-    # Iterating.
 
     def begin(self) -> tuple[int, int]:
         """Where the pass that starts now begins."""
@@ -254,8 +248,6 @@ class ReferenceLoader:
             raise ValueError(f"there is no range from {start} to {stop}")
         self.skips[epoch] = Holes([*self.skips.get(epoch, ()), (start, stop)])
         self.moved = True
-
-    # The state.
 
     def fingerprint(self) -> str:
         return f"reference, {self.size} samples, {'shuffled' if self.shuffle else 'in order'}"
@@ -327,8 +319,6 @@ class ReferenceLoader:
         allowed = [""] if self.knows_all_ranks else ["all ranks"] + ["rank 0"] * (self.world_size == 1)
         if state["detail"] not in allowed:
             raise StateMismatchError(f"the state's detail is {state['detail']!r}, this loader needs one of {allowed}")
-
-    # Ranks that leave and join.
 
     def reshard(self, world: World) -> None:
         if not (self.elastic and self.knows_all_ranks):
