@@ -115,22 +115,16 @@ def only(folder: Path, pattern: str) -> Path:
     return path
 
 
-def test_wheel_holds_modules_py_typed_and_the_licence(distributions: Path) -> None:
+def test_wheel_and_sdist_hold_what_an_index_would_take(distributions: Path) -> None:
+    """The wheel was built from the sdist; what is left to see is what people read and run."""
     with zipfile.ZipFile(only(distributions, "*.whl")) as wheel:
         names = set(wheel.namelist())
     records = {name for name in names if ".dist-info/" in name}
     assert names - records == shipped_files(".py") | {"midepoch/py.typed"}
     assert any(name.endswith("licenses/LICENSE") for name in records)
-
-
-def test_sdist_builds_alone_and_holds_the_sources(distributions: Path) -> None:
-    # The wheel above was built from it; what is left to see is what people read and run.
     with tarfile.open(only(distributions, "*.tar.gz")) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {name for name in tracked() if not name.startswith(".")} <= names
-
-
-def test_an_index_would_take_both_and_show_the_readme(distributions: Path) -> None:
     files = [str(only(distributions, pattern)) for pattern in ("*.whl", "*.tar.gz")]
     done = subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.count("PASSED") == 2, done.stdout + done.stderr

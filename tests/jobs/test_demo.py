@@ -52,19 +52,13 @@ def processes_of(output: Path) -> list[str]:
     return [line for line in lines if str(output) in line]
 
 
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
-    """The folder, what was printed, and the runs by name."""
-    output = tmp_path_factory.mktemp("demo") / "output"
+def test_killed_runs_lose_repeat_and_change_nothing(tmp_path: Path) -> None:
+    output = tmp_path / "output"
     finished = run_demo(output, "--kills=1", "--world-sizes=1,2")
     assert finished.returncode == 0, finished.stdout + finished.stderr
     result = json.loads((output / "result.json").read_text())
     assert result["exact"] is True
-    return output, finished.stdout, {run["name"]: run for run in result["runs"]}
-
-
-def test_killed_runs_lose_repeat_and_change_nothing(shown: tuple[Path, str, dict[str, Any]]) -> None:
-    _, _, runs = shown
+    runs = {run["name"]: run for run in result["runs"]}
     assert list(runs) == ["uninterrupted", "same world", "other worlds"]
     for run in runs.values():
         assert (run["samples_lost"], run["samples_repeated"], run["batches_done_again_differing"]) == (0, 0, 0)
@@ -83,15 +77,12 @@ def test_killed_runs_lose_repeat_and_change_nothing(shown: tuple[Path, str, dict
     assert other["losses_equal"] == other["losses_comparable"] == other["segments"][1]["first_step"]
     assert other["losses"] == pytest.approx(losses, abs=1e-3) and losses[-1] < losses[0]
 
-
-def test_the_plot_and_the_table_are_there_and_no_process(shown: tuple[Path, str, dict[str, Any]]) -> None:
-    output, printed, _ = shown
     with Image.open(output / "loss.png") as plot:
         assert plot.format == "PNG"
         red, green, blue = np.asarray(plot.convert("RGB")).transpose(2, 0, 1)
     assert np.sum((red > 180) & (green < 80) & (blue < 80)) > 250  # two dashed lines, one for each kill
-    assert "samples lost" in printed
-    assert printed.count("SIGKILL to rank") + printed.count("SIGKILL to all") >= 2
+    assert "samples lost" in finished.stdout
+    assert finished.stdout.count("SIGKILL to rank") + finished.stdout.count("SIGKILL to all") >= 2
     assert processes_of(output) == []
 
 

@@ -50,11 +50,8 @@ def files_of(folder: Path) -> dict[Path, int]:
 def run(script: Path, folder: Path, kill_after: int | None = None, in_a_save: bool = False) -> Run:
     """The batches that a script says it has trained on, and how it ended.
 
-    It says so on its standard output, or in files that it names batches-*.
-
-    Args:
-        kill_after: so many batches; None lets it go on to the end.
-        in_a_save: kill it only when a file in its folder appears or changes after that.
+    It says so on its standard output, or in files that it names batches-*. It is killed after so many batches, or
+    `in_a_save`: when a file in its folder appears or changes after that.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     there: dict[Path, int] | None = None
@@ -102,8 +99,7 @@ def become(script: Path, folder: Path, said: Path, in_haste: bool) -> None:
 def assert_went_on(name: str, whole: Run, behind: int = 0, **parts: Run) -> None:
     """A run that was killed, and the one after it, are together the one that was not.
 
-    Args:
-        behind: batches for which a checkpoint may be on its way. Besides, they are three batches apart.
+    Checkpoints are three batches apart, and may be on their way for so many batches more: `behind`.
     """
     expected = whole[0]
     assert whole[1] == 0, name

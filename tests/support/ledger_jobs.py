@@ -19,14 +19,10 @@ Seen = dict[int, dict[int, list[list[int]]]]
 
 
 class Job:
-    """A start of a run. Another one continues with the snapshot, as after a kill.
+    """A start of a run. Another one continues with the snapshot at `path`, as after a kill.
 
-    Args:
-        path: of the snapshot.
-        make: makes the source, whose batches are indices.
-        ranks: that share it.
-        seen: what was trained on before. Steps that were taken back are dropped from it.
-        options: of `midepoch.wrap`.
+    The batches of the source that `make` makes are indices. From `seen`, what was trained on before, steps are dropped
+    that were taken back.
     """
 
     def __init__(self, path: Path, make: Callable[[], Any], ranks: int, seen: Seen, **options: Any) -> None:

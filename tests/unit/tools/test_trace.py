@@ -92,7 +92,7 @@ def train(path: Path, make: Any, steps: int = 30, ranks: int = 1, **options: Any
     [(plain, 1), (plain, 3), (in_workers, 2), (weighted, 2), (in_batches, 1), (own_batches, 2), (wrapped, 2),
      (grouped, 2)],
 )  # fmt: skip
-def test_the_batches_of_a_step_bit_for_bit(make: Any, ranks: int, tmp_path: Path) -> None:
+def test_batches_of_steps_and_steps_of_samples(make: Any, ranks: int, tmp_path: Path) -> None:
     seen, target = train(tmp_path / "snapshot.pt", make, ranks=ranks), f"{__file__}:{make.__name__}"
     for step in (1, 5, 14, 20, 30):
         out = tmp_path / f"{step}.pt"
@@ -102,16 +102,10 @@ def test_the_batches_of_a_step_bit_for_bit(make: Any, ranks: int, tmp_path: Path
         assert torch.equal(given[0][0], seen[step]), step
         for row in rows:
             assert given[row["rank"]][0][:, 0].abs().int().tolist() == row["indices"], row
-
-
-@pytest.mark.parametrize("make", [plain, weighted, own_batches, grouped])
-def test_the_steps_that_were_given_a_sample(make: Any, tmp_path: Path) -> None:
-    seen, target = train(tmp_path / "snapshot.pt", make), f"{__file__}:{make.__name__}"
     for index in (0, 7, 49):
-        expected = [step for step, batch in seen.items() for each in batch[:, 0].int().tolist() if each == index]
-        answer = trace(tmp_path, sample=index, source=target)
-        assert [row["step"] for row in answer["rows"]] == expected
-        assert trace(tmp_path, sample=index, rank=1, source=target)["rows"] == []
+        steps = [step for step, batch in seen.items() for each in batch[:, 0].abs().int().tolist() if each == index]
+        assert [row["step"] for row in trace(tmp_path, sample=index, rank=0, source=target)["rows"]] == steps
+        assert trace(tmp_path, sample=index, rank=ranks, source=target)["rows"] == []
 
 
 def test_a_samplers_own_order_needs_the_source(tmp_path: Path) -> None:
