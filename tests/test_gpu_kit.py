@@ -64,7 +64,6 @@ LIMIT = 20_000
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A kit of one small package for this Python, in several parts."""
     folder = tmp_path_factory.mktemp("packed")
     gpu.pack(folder, HERE, packages=["pluggy"], part_size=LIMIT)
     return folder
@@ -72,7 +71,6 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def parts(packed: Path, tmp_path: Path) -> Path:
-    """A copy of the kit, to be spoilt."""
     return Path(shutil.copytree(packed, tmp_path / "parts"))
 
 

@@ -98,7 +98,6 @@ def tracked() -> list[str]:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the sdist of this tree, and the wheel made from that sdist."""
     # A copy: a build in the tree itself would leave files in it that the next build takes along.
     tree = tmp_path_factory.mktemp("tree")
     for name in tracked():

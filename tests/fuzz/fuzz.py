@@ -41,8 +41,6 @@ _MOST_FAILURES = 20  # after which a target is given up
 
 @dataclasses.dataclass
 class Outcome:
-    """Of one target."""
-
     target: str
     seed: int
     first: int
@@ -69,12 +67,10 @@ class Outcome:
 
 
 def settings_of(target: str) -> Any:
-    """What says how patient one is with it."""
     return fuzz_states.TARGETS.get(target) or fuzz_files.FUZZERS[target]
 
 
 def fuzzer_of(target: str) -> Any:
-    """What makes the mutations of a target and looks at what becomes of them."""
     return fuzz_files.FUZZERS[target]() if target in fuzz_files.FUZZERS else fuzz_states.Fuzzer(target)
 
 

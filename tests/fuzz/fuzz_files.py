@@ -51,14 +51,12 @@ class FileFuzzer:
         return None
 
     def mutation(self, seed: int, number: int) -> tuple[bytes, str]:
-        """The mutated file of this number, and what was done."""
         generator = random.Random(f"{seed} {number}")
         data, done = mutations.mutated_bytes(generator, self.whole, self.others)
         sealed = self.reseal(data, generator) if number % 2 else None
         return (bytes(data), done) if sealed is None else (sealed, f"{done}, resealed")
 
     def check(self, seed: int, number: int) -> str:
-        """What became of a mutation."""
         data, done = self.mutation(seed, number)
         try:
             return self.outcome(data, done.endswith("resealed"))
@@ -72,7 +70,6 @@ class Snapshots(FileFuzzer):
     """A training run's. Refused ones leave all parts as they were."""
 
     def prepare(self) -> None:
-        """Two snapshots of one run."""
         self.path = self.folder / "snapshot.pt"
         torch.manual_seed(1)
         self.model = torch.nn.Linear(3, 2)
@@ -140,8 +137,6 @@ class Archives(FileFuzzer):
     """Tar archives: the damage is told with its place, or the index is the one that tarfile has."""
 
     def prepare(self) -> None:
-        """Names and sizes of every kind that a header cannot hold, so that there are headers for headers."""
-
         def made(count: int) -> bytes:
             buffer, generator = io.BytesIO(), np.random.default_rng(count)
             with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -231,7 +226,6 @@ class IndexCaches(FileFuzzer):
     """What is kept of a shard's index: used as it was written, or built again."""
 
     def prepare(self) -> None:
-        """One shard and its cache."""
         from midepoch.adapters.webdataset import index
         from support import webdataset_sources
 
@@ -265,7 +259,6 @@ class Betons(FileFuzzer):
     patience, together = 60.0, 800
 
     def prepare(self) -> None:
-        """A file of raw images and one of JPEGs, of which the mutations are."""
         self.sources: Any = importlib.import_module("support.ffcv_sources")
         self.whole, other = (Path(self.sources.file(kind)).read_bytes() for kind in ("raw", "other"))
         self.others = (other,)

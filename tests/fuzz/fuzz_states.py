@@ -44,7 +44,6 @@ def frozen(value: Any) -> Any:
 
 
 def rows(batch: Any) -> list[Any]:
-    """The samples of a batch."""
     if isinstance(batch, Mapping):
         return list(zip(*map(rows, batch.values()), strict=True))
     if isinstance(batch, tuple) or (isinstance(batch, list) and batch and isinstance(batch[0], Mapping | torch.Tensor)):
@@ -59,8 +58,6 @@ def whole(batch: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Target:
-    """A loader whose states are mutated."""
-
     make: Callable[[], Any]  # a fresh one
     units: Callable[[Any], list[Any]] = rows  # what of a batch are the units that positions count
     relatives: tuple[Callable[[], Any], ...] = ()  # of other data or another order, whose states are not this one's
@@ -308,7 +305,6 @@ class Fuzzer:
         self._running, self._over = iter(self.loader), False
 
     def mutation(self, seed: int, number: int) -> tuple[Any, str]:
-        """The mutated state of this number, and what was done."""
         generator = random.Random(f"{seed} {number}")
         state, done = mutations.mutated(generator, generator.choice(self.bases), self.others)
         if number % 2 and isinstance(state, Mapping):
@@ -319,7 +315,6 @@ class Fuzzer:
         return state, done
 
     def check(self, seed: int, number: int) -> str:
-        """What became of a mutation."""
         return self.outcome(*self.mutation(seed, number))
 
     def outcome(self, state: Any, done: str) -> str:

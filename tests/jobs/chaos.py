@@ -55,7 +55,6 @@ Samples = list[tuple[int, int]]  # number and checksum of each
 
 
 def rows(numbers: Any, *parts: Any) -> Samples:
-    """Each sample's number, with a checksum of all its bits."""
     arrays = [np.ascontiguousarray(torch.as_tensor(part).numpy()) for part in parts]
     return [
         (int(number), zlib.crc32(b"".join(array[row].tobytes() for array in arrays)))
@@ -65,8 +64,6 @@ def rows(numbers: Any, *parts: Any) -> Samples:
 
 @dataclass(frozen=True)
 class Backend:
-    """A loader that is trained with."""
-
     source: Callable[[Path, int, int], Any]  # for a folder with data, a batch of each rank and a number of workers
     samples: Callable[[Any], Samples]  # of a batch
     prepare: Callable[[Path], None] | None = None  # writes the data into a folder, in a process of its own
@@ -194,18 +191,9 @@ BACKENDS = {
 _RANKS = max(max(backend.worlds) for backend in BACKENDS.values())
 
 
-class Board:
+def new_board() -> Any:
     """What ranks tell whoever hits them, in memory that all share: each its process and its step, 0 as it starts."""
-
-    def __init__(self) -> None:
-        self._numbers = np.frombuffer(mmap.mmap(-1, 8 * 2 * _RANKS), np.int64).reshape(_RANKS, 2)
-
-    def tell(self, rank: int, step: int = 0) -> None:
-        self._numbers[rank] = os.getpid(), step
-
-    def steps(self) -> dict[int, int]:
-        """Of each process that has begun."""
-        return {pid: step for pid, step in self._numbers.tolist() if pid and Path(f"/proc/{pid}").exists()}
+    return np.frombuffer(mmap.mmap(-1, 8 * 2 * _RANKS), np.int64).reshape(_RANKS, 2)
 
 
 class Model(torch.nn.Module):
@@ -224,13 +212,13 @@ class Model(torch.nn.Module):
         self.total += gradient * step
 
 
-def train(backend: Backend, data: Path, folder: Path, workers: int, board: Board) -> None:
+def train(backend: Backend, data: Path, folder: Path, workers: int, board: Any) -> None:
     """One rank, until the last epoch ends or it is asked to leave."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent's own is inherited by what is forked
     torch.set_num_threads(1)
     world = midepoch.World.current()
     rank = world.rank
-    board.tell(rank)
+    board[rank] = os.getpid(), 0
     distributed = "WORLD_SIZE" in os.environ
     if distributed:
         torch.distributed.init_process_group("gloo")
@@ -244,7 +232,7 @@ def train(backend: Backend, data: Path, folder: Path, workers: int, board: Board
         while loader.epoch < EPOCHS:
             for batch in loader:
                 step = snapshot.steps + 1
-                board.tell(rank, step)
+                board[rank] = os.getpid(), step
                 samples = backend.samples(batch)
                 jobs.note(log, {"step": step, "rank": rank, "world_size": world.world_size, "batch": samples})
                 time.sleep(0.003)
@@ -309,7 +297,6 @@ class Wrong(AssertionError):  # noqa: N818  # a verdict
 
 
 def end_of(folder: Path, first: int = 0) -> str:
-    """The last words of what the launches of a job have printed."""
     return (folder / "output").read_bytes()[first:].decode(errors="replace")[-3000:]
 
 
@@ -321,7 +308,7 @@ class Chaos:
 
     def __init__(self, name: str, seed: int, folder: Path) -> None:
         self.backend, self.random = BACKENDS[name], random.Random(seed)
-        self.folder, self.data, self.board = folder, folder / "data", Board()
+        self.folder, self.data, self.board = folder, folder / "data", new_board()
         self.faults, self.jobs = Counter[str](), 0
         self.data.mkdir()
         os.environ["MIDEPOCH_CACHE"] = str(folder / "cache")
@@ -355,7 +342,7 @@ class Chaos:
                 raise Wrong(f"the undisturbed run does not give each sample once in epoch {epoch}")
 
     def launch(self, folder: Path, ranks: int, workers: int, restarts: int) -> Any:
-        self.board = Board()
+        self.board = new_board()
         output = folder / "output"
         self.said = output.stat().st_size if output.exists() else 0
         configuration = LaunchConfig(
@@ -411,6 +398,10 @@ class Chaos:
         self.jobs += 1
         shutil.rmtree(folder)
 
+    def steps(self) -> dict[int, int]:
+        """Of each process that has begun."""
+        return {pid: step for pid, step in self.board.tolist() if pid and Path(f"/proc/{pid}").exists()}
+
     def disturb(self, agent: Any) -> None:
         """Hits a rank, the agent or all, as they start or after some steps, at any instant of one."""
         fault = self.random.choices([*FAULTS], [*FAULTS.values()])[0]
@@ -418,12 +409,12 @@ class Chaos:
         delay = self.random.uniform(0, 0.02 if steps else 0.3)
         first, until = None, time.monotonic() + 30
         while agent.is_alive() and time.monotonic() < until:
-            found = self.board.steps()
+            found = self.steps()
             at = max(found.values(), default=0)
             first = at if first is None and at else first
             if found and (not steps or (first is not None and at >= first + steps)):
                 time.sleep(delay)
-                pid = self.random.choice(list(self.board.steps() or found))
+                pid = self.random.choice(list(self.steps() or found))
                 self.faults[hit(fault, agent.pid, pid, self.random)] += 1
                 return
             time.sleep(0.0003)

@@ -39,7 +39,6 @@ def until_done(run: Callable[..., list[Any] | None], path: Path, first: int = 0,
 
 
 def twice(run: Callable[..., list[Any] | None], path: Path, **how: Any) -> list[Any] | None:
-    """The log of a program that is interrupted once."""
     assert run(path, **how) is None
     return run(path)
 

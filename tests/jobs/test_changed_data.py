@@ -17,7 +17,6 @@ CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 
 
 def done(task: list[Any]) -> dict[str, Any]:
-    """What `changed_data_job.run` returns."""
     run = forking.run([JOB, json.dumps(task)], modules=["support.changed_sources"], check=True)
     found: dict[str, Any] = json.loads(run.stdout)
     return found

@@ -100,7 +100,6 @@ def test_indexes_on_a_disk_that_takes_no_more(why: str, tmp_path: Path, caplog: 
 
 
 def maker_of(source: str, workers: int, data: Path) -> Callable[[], Any]:
-    """Makes loaders of files in a folder."""
     if source == "ffcv":
         ffcv_sources = pytest.importorskip("support.ffcv_sources", reason="ffcv is not installed")
         data.mkdir()

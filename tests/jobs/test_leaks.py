@@ -34,7 +34,6 @@ def tensors(**options: Any) -> Maker:
 
 
 def replayed(folder: Path) -> Maker:
-    """A generator that nothing drives."""
     return lambda: midepoch.wrap(lambda: iter([torch.zeros(2048, 4) for _ in range(6)]))
 
 

@@ -83,7 +83,6 @@ def time_out(how: str, close: bool, path: str) -> None:
 
 
 def end_of(method: str, *targets: Callable[[str], None], folder: Path) -> list[int | None]:
-    """How processes end that do these, all at once."""
     context: Any = multiprocessing.get_context(method)
     ranks = [context.Process(target=each, args=(str(folder / f"{at}.pt"),)) for at, each in enumerate(targets)]
     for rank in ranks:

@@ -52,7 +52,6 @@ def pids(folder: Path, world_size: int) -> dict[int, int]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
-    """The batches of one process that nobody disturbs."""
     folder = tmp_path_factory.mktemp("whole")
     command = [torchrun_job.__file__, str(folder), "--pause=0"]
     forking.run(command, modules=jobs.MODULES, env=jobs.environment(), check=True)

@@ -14,38 +14,18 @@ import midepoch
 SIZE, BATCH = 10, 3
 
 
-class Samples(Dataset[Any]):
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+def tokens(index: int) -> torch.Tensor:
+    return torch.tensor([1, 2, 3, index])
 
-    def __len__(self) -> int:
-        return SIZE
 
-    def __getitem__(self, index: int) -> Any:
-        ids, mask = torch.tensor([1, 2, 3, index]), torch.ones(4, dtype=torch.long)
-        match self.kind:
-            case "tokens":
-                return {"input_ids": ids, "attention_mask": mask}
-            case "mask first":
-                return {"attention_mask": mask, "input_ids": ids}
-            case "padded" | "padded at the start":
-                return [7] * (index % 4) + [index + 20]
-            case "dicts":
-                return {"id": index, "text": f"text {index}"}
-            case "detection":
-                return torch.full((3, 4, 4 + index % 3), float(index)), {"boxes": torch.zeros(index % 4, 4)}
-            case "images":
-                from PIL import Image
+def padding(index: int) -> list[int]:
+    return [7] * (index % 4) + [index + 20]
 
-                return Image.new("L", (4, 4), index)
-            case "not a number":
-                return float("nan") if index % 5 == 0 else float(index)
-            case "label first":
-                return {"label": index % 2, "x": torch.rand(2)}
-            case "random":
-                return torch.rand(3, 4, 4)
-            case _:
-                return None
+
+def picture(index: int) -> Any:
+    from PIL import Image
+
+    return Image.new("L", (4, 4), index)
 
 
 def pad(batch: list[list[int]], start: bool = False) -> torch.Tensor:
@@ -57,14 +37,34 @@ def as_tuples(batch: list[Any]) -> Any:
     return tuple(zip(*batch, strict=True))
 
 
-COLLATE: dict[str, Callable[[list[Any]], Any]] = {
-    "padded": pad, "padded at the start": functools.partial(pad, start=True), "dicts": list, "detection": as_tuples,
-    "images": list, "nothing": list,
-}  # fmt: skip
-KINDS = (
-    "tokens", "mask first", "padded", "padded at the start", "dicts", "detection", "images", "not a number",
-    "label first", "random", "nothing",
-)  # fmt: skip
+MASK = torch.ones(4, dtype=torch.long)
+# Each: a sample, and what makes a batch of some; None is torch's own.
+KINDS: dict[str, tuple[Callable[[int], Any], Callable[[list[Any]], Any] | None]] = {
+    "tokens": (lambda index: {"input_ids": tokens(index), "attention_mask": MASK}, None),
+    "mask first": (lambda index: {"attention_mask": MASK, "input_ids": tokens(index)}, None),
+    "padded": (padding, pad),
+    "padded at the start": (padding, functools.partial(pad, start=True)),
+    "dicts": (lambda index: {"id": index, "text": f"text {index}"}, list),
+    "detection": (
+        lambda index: (torch.full((3, 4, 4 + index % 3), float(index)), {"boxes": torch.zeros(index % 4, 4)}), as_tuples
+    ),
+    "images": (picture, list),
+    "not a number": (lambda index: float("nan") if index % 5 == 0 else float(index), None),
+    "label first": (lambda index: {"label": index % 2, "x": torch.rand(2)}, None),
+    "random": (lambda index: torch.rand(3, 4, 4), None),
+    "nothing": (lambda index: None, list),
+}
+
+
+class Samples(Dataset[Any]):
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        return KINDS[self.kind][0](index)
 
 
 class Forgetful(midepoch.Loader):
@@ -77,7 +77,7 @@ class Forgetful(midepoch.Loader):
 
 
 def make(kind: str, shuffle: bool = True, rank: int = 0, world_size: int = 1, forgets: bool = False) -> Any:
-    loader = DataLoader(Samples(kind), BATCH, shuffle=shuffle, collate_fn=COLLATE.get(kind))
+    loader = DataLoader(Samples(kind), BATCH, shuffle=shuffle, collate_fn=KINDS[kind][1])
     made = midepoch.wrap(loader, seed=0, world=midepoch.World(rank, world_size))
     made.__class__ = Forgetful if forgets else midepoch.Loader
     return made

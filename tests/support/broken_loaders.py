@@ -34,10 +34,14 @@ def breaks(law: str) -> Any:
     return note
 
 
-def broken(law: str, name: str, kind: type[ReferenceLoader] = ReferenceLoader, **deviations: Any) -> Any:
+def deviating(name: str, kind: type[ReferenceLoader] = ReferenceLoader, **deviations: Any) -> Any:
     """A loader that deviates in these attributes. It stands in this module by its name, so that it can be pickled."""
     globals()[name] = made = type(name, (kind,), {"__module__": __name__, **deviations})
-    return breaks(law)(made)
+    return made
+
+
+def broken(law: str, name: str, kind: type[ReferenceLoader] = ReferenceLoader, **deviations: Any) -> Any:
+    return breaks(law)(deviating(name, kind, **deviations))
 
 
 Base = ReferenceLoader
@@ -269,8 +273,6 @@ class RollsBackToTheLoad(ReferenceLoader):
 
 
 class Ends(DataLoader[Any]):
-    """A plain loader that ends by an error."""
-
     def __iter__(self) -> Any:
         yield from super().__iter__()
         raise ValueError("all seen")
@@ -283,14 +285,12 @@ def plain_that_raises(rank: int = 0, world_size: int = 1, **options: Any) -> Any
 
 
 def plain_that_is_fixed(rank: int = 0, world_size: int = 1, **options: Any) -> Any:
-    """It draws nothing, so that a sample is always the same."""
     loader = reference_loader.plain(rank, world_size, **options)
     rows: Any = [torch.tensor([index, 0, 0], dtype=torch.float64) for index in range(len(loader.sampler))]
     return DataLoader(rows, loader.batch_size, sampler=loader.sampler)
 
 
 def plain_that_drops(rank: int = 0, world_size: int = 1, **options: Any) -> Any:
-    """It leaves out what does not fill all ranks."""
     loader = reference_loader.plain(rank, world_size, **options)
     if world_size == 1:
         return loader
@@ -347,8 +347,6 @@ class GoesOnWithTheOldPass(ReferenceLoader):
 
 @breaks("isolation")
 class KeepsItsArgument(ReferenceLoader):
-    """Reads the loaded state only when the pass begins."""
-
     kept: dict[str, Any] | None = None
 
     def apply(self, state: dict[str, Any]) -> None:
@@ -380,8 +378,6 @@ class CountsWhatItPrefetched(ReferenceLoader):
 
 @breaks("chain")
 class LosesABatchAtTheThirdResume(ReferenceLoader):
-    """Its states count the resumes."""
-
     resumes = 0
 
     def detail(self) -> str:
@@ -427,24 +423,16 @@ broken("rollback", "CommitsNothing", commit=lambda loader: setattr(loader, "comm
 # Not of one law: what the examination itself must survive.
 
 
-class Hangs(ReferenceLoader):
-    def read(self, epoch: int, positions: Sequence[int], order: list[int]) -> Any:
-        time.sleep(3600)
+def raise_an_error(*asked: Any) -> None:
+    raise OSError("the disk is gone")
 
 
-class Dies(ReferenceLoader):
-    def read(self, epoch: int, positions: Sequence[int], order: list[int]) -> Any:
-        os._exit(7)
-
-
-class Raises(ReferenceLoader):
-    def read(self, epoch: int, positions: Sequence[int], order: list[int]) -> Any:
-        raise OSError("the disk is gone")
+Hangs = deviating("Hangs", read=lambda *asked: time.sleep(3600))
+Dies = deviating("Dies", read=lambda *asked: os._exit(7))
+Raises = deviating("Raises", read=raise_an_error)
 
 
 class NeverEnds(ReferenceLoader):
-    """Resumed, its epoch has no end."""
-
     def blocks(self, position: int) -> Iterator[tuple[range, int]]:
         while position:
             yield range(position, position + 1), position

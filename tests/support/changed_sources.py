@@ -33,8 +33,6 @@ class Augmented(sources.Indices):
 
 
 class TellsTheEpoch(sources.Sized):
-    """Tells the dataset its epoch when it is asked for its iterator."""
-
     def __init__(self, dataset: Augmented) -> None:
         super().__init__(SIZE)
         self.dataset, self.epoch = dataset, 0
@@ -48,8 +46,6 @@ class TellsTheEpoch(sources.Sized):
 
 
 class StartsLater(Sampler[int]):
-    """Has a start index that is used once."""
-
     def __init__(self, dataset: Augmented) -> None:
         self.start = 6
 
@@ -121,8 +117,6 @@ def read(index: int) -> tuple[int, float]:
 
 
 class Row(NamedTuple):
-    """A program."""
-
     make: Callable[..., Any]  # the source, with these keywords for its DataLoader
     before: Callable[[Loader, int], None] = lambda loader, epoch: None  # what the loop does before a pass
     after: Callable[[Loader, int], None] = lambda loader, step: None  # and after a batch, by its number in the run

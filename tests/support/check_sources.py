@@ -90,8 +90,6 @@ failing = DataLoader(Failing(), batch_size=4)
 
 
 class EndsEarly(midepoch.Loader):
-    """Leaves out the last batch of each pass."""
-
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(super().__iter__(), len(self) - 1)
 
@@ -104,8 +102,6 @@ def ends_early(rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_s
 
 
 class Unseeded(Sampler[int]):
-    """Another order each time, from the operating system."""
-
     def __len__(self) -> int:
         return 24
 

@@ -15,16 +15,12 @@ from midepoch.tools.cli import main
 
 
 class Done(NamedTuple):
-    """What a command printed, and its exit status."""
-
     returncode: int
     stdout: str
     stderr: str
 
 
 class Terminal(io.StringIO):
-    """A file that passes for a terminal."""
-
     def isatty(self) -> bool:
         return True
 

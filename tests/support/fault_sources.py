@@ -35,7 +35,6 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None,
 
 @contextlib.contextmanager
 def disk(folder: Path, size: str) -> Iterator[Path]:
-    """A real disk of so many bytes."""
     folder.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], capture_output=True)
     if made.returncode:
@@ -186,8 +185,6 @@ def as_nobody(folder: Path, function: Callable[[], None]) -> None:
 
 
 class Held(NamedTuple):
-    """What must not grow."""
-
     files: int
     threads: int
     children: int

@@ -48,8 +48,6 @@ class Rows(Dataset[torch.Tensor]):
 
 
 class InItsOrder(Sampler[int]):
-    """Gives the order of the reference loader."""
-
     def __init__(self, loader: ReferenceLoader) -> None:
         self._loader, self.epoch, self.passes = loader, 0, 0
 
@@ -190,7 +188,6 @@ class ReferenceLoader:
         return torch.tensor(rows, dtype=torch.float64)
 
     def begin(self) -> tuple[int, int]:
-        """Where the pass that starts now begins."""
         epoch, position = self.cursor
         if not self.continues and position:
             epoch, position = epoch + 1, 0
@@ -336,8 +333,6 @@ class ReferenceLoader:
 
 
 class RigidLoader(ReferenceLoader):
-    """Refuses another world, and says so."""
-
     elastic = elastic_workers = False
 
     def detail(self) -> str:
@@ -350,8 +345,6 @@ class RigidLoader(ReferenceLoader):
 
 
 class ReplayingLoader(ReferenceLoader):
-    """Reads and drops what was consumed, and says so."""
-
     replays = True
     constant_time = False
 

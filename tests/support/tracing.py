@@ -43,8 +43,6 @@ class FailsOnceError(Exception):
 
 
 class Switch:
-    """Off, or on for one sample."""
-
     on = False
 
     def pass_by(self) -> None:
@@ -54,8 +52,6 @@ class Switch:
 
 
 class Failing(sources.Noisy):
-    """Noisy, and fails where the switch says so."""
-
     def __init__(self, size: int, switch: Switch) -> None:
         super().__init__(size)
         self.switch = switch
@@ -66,8 +62,6 @@ class Failing(sources.Noisy):
 
 
 class Fetched(Failing):
-    """Reads whole batches at once."""
-
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[index] for index in indices]
 

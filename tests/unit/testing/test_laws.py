@@ -221,8 +221,6 @@ class RefusesWithinAPass(ReferenceLoader):
 
 
 class IsReadOnce(ReferenceLoader):
-    """Takes a state, and goes elsewhere, only as long as nothing was read."""
-
     was_read = False
 
     def __iter__(self) -> Iterator[Any]:

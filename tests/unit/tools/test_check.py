@@ -39,20 +39,26 @@ def check(*arguments: str, folder: Path = SOURCES.parent, terminal: bool = False
     return commands.run("check", *arguments, folder=folder, terminal=terminal)
 
 
-@pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Done, Path]]:
-    """What was printed about a sound loader and about one that loses samples, and the pages."""
-    folder = tmp_path_factory.mktemp("pages")
-    good, bad = folder / "good.html", folder / "bad.html"
-    return {
-        "good": (check("check_sources:good", "--quick", "--shuffled", "--epochs=1", f"--report={good}"), good),
-        "bad": (check("check_sources:forgetful", "--quick", "--epochs=1", "--verbose", f"--report={bad}"), bad),
-    }
+def text_of(page: Path) -> str:
+    """What a reader sees, of a page that fetches nothing and runs nothing."""
+    found = page.read_text("utf-8")
+    assert not re.search(r"<(script|link|img)|(src|href)=", found)
+    return html.unescape(re.sub(r"<[^>]*>", "", found))
 
 
-def test_a_sound_loader_is_called_exact_in_one_table(checked: dict[str, tuple[Done, Path]]) -> None:
+def checked(name: str, page: Path, *options: str) -> tuple[Done, str]:
+    """What is printed about a loader, and its page, which says the same in its order."""
+    done = check(f"check_sources:{name}", "--quick", "--epochs=1", f"--report={page}", *options)
+    text = text_of(page)
+    finding = done.stdout.splitlines()[1]
+    in_order = [finding, "rest of an epoch that was cut", "Which samples the ranks received", "What it rests on"]
+    assert [text.index(each) for each in in_order] == sorted(text.index(each) for each in in_order)
+    return done, text
+
+
+def test_a_sound_loader_is_called_exact_in_one_table(tmp_path: Path) -> None:
     """Without a terminal each stage is a line, on stderr, so that stdout has the report alone."""
-    done = checked["good"][0]
+    done, page = checked("good", tmp_path / "good.html", "--shuffled")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[:2] == ["check_sources:good (DataLoader)", "It continues exactly where it was cut"]
@@ -63,10 +69,14 @@ def test_a_sound_loader_is_called_exact_in_one_table(checked: dict[str, tuple[Do
     assert stages[0] == "   0 s: what it is (1 of 32)" and len(stages) == 32, done.stderr
     assert all(re.fullmatch(r" +\d+ s: [a-z, ]+ \(\d+ of 32\)", line) for line in stages), done.stderr
     assert " of 32)" not in done.stdout
+    assert " fail" not in page and "not applicable: it could not be tried" in page
+    assert "proved at each resume" in page and "86 samples of 8 epochs, 344 reads in 2 processes" in page
+    assert page.count("3 cuts of 40 samples: at worst 0 lost") == 9, "nine changes of one, two and three ranks"
+    assert re.search("after 1 +█+", page)
 
 
-def test_a_broken_loader_leads_with_the_cause(checked: dict[str, tuple[Done, Path]]) -> None:
-    done = checked["bad"][0]
+def test_a_broken_loader_leads_with_the_cause(tmp_path: Path) -> None:
+    done, page = checked("forgetful", tmp_path / "bad.html", "--verbose")
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout.splitlines()[1] == "A resumed run is not the run that was cut"
     assert re.search(r"first seen +epoch 0, batch 1", done.stdout)
@@ -75,6 +85,9 @@ def test_a_broken_loader_leads_with_the_cause(checked: dict[str, tuple[Done, Pat
     assert re.search(r"tail +failed +epoch 0, batch \d", done.stdout), "with --verbose"
     for word in ("expected:", "got:", "usually:", "cure:", "not applicable: it could not be tried"):
         assert word in done.stdout
+    assert re.search(r"Laws and trials: \d+ hold; \d+ fail", page) and "believed" in page and "usually" in page
+    worst = r"24 samples: at worst 4 lost \(\d+, \d+, \d+, \d+\) and 0 repeated"
+    assert re.search(rf"epoch 0, 1 rank before and 1 rank after: 3 cuts of {worst}", page)
 
 
 SOURCE = r"check_sources.py:\d+: "
@@ -239,27 +252,6 @@ class Draws:
 def test_who_asks_the_operating_system_for_numbers_is_named(how: str, line: str) -> None:
     found = entropy(Settings(lambda: Draws(how)), {})
     assert [each.partition(": yield ")[2] for each in found] == [line] * bool(line)
-
-
-def text_of(page: Path) -> str:
-    """What a reader sees, of a page that fetches nothing and runs nothing."""
-    found = page.read_text("utf-8")
-    assert not re.search(r"<(script|link|img)|(src|href)=", found)
-    return html.unescape(re.sub(r"<[^>]*>", "", found))
-
-
-def test_the_page_says_what_was_found(checked: dict[str, tuple[Done, Path]]) -> None:
-    good, bad = (text_of(page) for _, page in checked.values())
-    for text, finding in ((good, "It continues exactly"), (bad, "A resumed run is not the run that was cut")):
-        in_order = [finding, "rest of an epoch that was cut", "Which samples the ranks received", "What it rests on"]
-        assert [text.index(each) for each in in_order] == sorted(text.index(each) for each in in_order)
-    assert " fail" not in good and "not applicable: it could not be tried" in good
-    assert "proved at each resume" in good and "86 samples of 8 epochs, 344 reads in 2 processes" in good
-    assert re.search(r"Laws and trials: \d+ hold; \d+ fail", bad) and "believed" in bad and "usually" in bad
-    assert good.count("3 cuts of 40 samples: at worst 0 lost") == 9, "nine changes of one, two and three ranks"
-    worst = r"24 samples: at worst 4 lost \(\d+, \d+, \d+, \d+\) and 0 repeated"
-    assert re.search(rf"epoch 0, 1 rank before and 1 rank after: 3 cuts of {worst}", bad)
-    assert re.search("after 1 +█+", good)
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,6 @@ def in_batches() -> Any:
 
 
 class Reversed(BatchSampler):
-    """A batch sampler of the user's own."""
-
     def __iter__(self) -> Any:
         return reversed(list(super().__iter__()))
 
