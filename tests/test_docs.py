@@ -349,11 +349,6 @@ def test_each_page_begins_with_something_to_see() -> None:
             assert "midepoch" not in command, f"{page.name} installs by a name that was not published: {command}"
 
 
-def test_examples_of_the_core(tmp_path: Path) -> None:
-    for name in ("dataloader.py", "iterable.py", "several_loaders.py"):
-        assert re.search("bit-equal|each exactly once|none lost", python([ROOT / "examples" / name], tmp_path)), name
-
-
 def test_examples_of_trainers_are_killed_and_go_on(tmp_path: Path) -> None:
     """In mid-epoch and in a save; batches and losses are bit-equal to those of a run that nobody killed."""
     names = ["lightning_trainer.py", "hugging_face_trainer.py", "fabric_loop.py", "accelerate_loop.py"]
@@ -366,13 +361,6 @@ def test_examples_of_trainers_are_killed_and_go_on(tmp_path: Path) -> None:
     assert list(report) == names
     for name, runs in report.items():
         assert_went_on(name, **runs)
-
-
-def test_examples_of_other_sources_with_a_state(tmp_path: Path) -> None:
-    skip_without(["datasets", "grain", "litdata", "torchdata"], "datasets,grain,litdata,torchdata")
-    names = ["grain_dataset.py", "hugging_face_dataset.py", "own_state.py", "litdata_loader.py"]
-    output = "".join(python([ROOT / "examples" / name, "data"], tmp_path) for name in names)
-    assert output.count("are bit-equal to") == 4
 
 
 def test_torchrun_example_is_killed_and_goes_on_elsewhere(tmp_path: Path) -> None:

@@ -279,10 +279,9 @@ def hit(fault: str, agent: int, rank: int, generator: random.Random) -> str:
     if fault == "SIGKILL to a worker of a loader" and not workers:
         fault = "SIGKILL to a rank"
     who = agent if "agent" in fault else generator.choice(workers).pid if "worker" in fault else rank
-    first = signal.Signals[fault.partition(" to ")[0].partition(",")[0]]
     with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
         if "machine" not in fault:
-            os.kill(who, first)
+            os.kill(who, signal.Signals[fault[: len("SIGKILL")]])  # the name that it begins with
         if "later" in fault or "then" in fault:
             time.sleep(generator.uniform(0, 0.2))
         if "then" in fault:

@@ -50,15 +50,16 @@ def test_what_is_said_of_a_source_in_a_new_process(name: str, rows: dict[str, tu
 
 EXAMPLES = {
     "dataloader.py": "", "iterable.py": "", "several_loaders.py": "", "own_state.py": "torchdata",
-    "grain_dataset.py": "grain", "hugging_face_dataset.py": "datasets",
+    "grain_dataset.py": "grain", "hugging_face_dataset.py": "datasets", "litdata_loader.py": "litdata",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_nothing_is_said_of_examples(name: str, tmp_path: Path) -> None:
+def test_examples_are_exact_and_nothing_is_said_of_them(name: str, tmp_path: Path) -> None:
     """Of all but those of trainers and of backends with tests of their own."""
     if EXAMPLES[name]:
         pytest.importorskip(EXAMPLES[name], reason=f"{EXAMPLES[name]} is not installed")
-    run = forking.run([ROOT / "examples" / name], cwd=tmp_path, check=True)
+    run = forking.run([ROOT / "examples" / name, "data"], cwd=tmp_path, check=True)
+    assert re.search("are bit-equal|each exactly once|none lost", run.stdout)
     told = [line for line in run.stderr.splitlines() if "MidepochWarning" in line]
     assert [line for line in told if not re.search(r"is read again from its start to position", line)] == []

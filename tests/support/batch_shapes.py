@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -86,11 +87,8 @@ def make(kind: str, shuffle: bool = True, rank: int = 0, world_size: int = 1, fo
 class Unnamed:
     """Whatever is in its batches differs from run to run, and it says so."""
 
-    class Capabilities:
-        exact_order = constant_time_resume = elastic_world = elastic_workers = rank_independent = True
-        exact_augmentations = False
-
-    capabilities = Capabilities()
+    exact = dict.fromkeys(("exact_order", "constant_time_resume", "elastic_world", "elastic_workers"), True)
+    capabilities = types.SimpleNamespace(**exact, rank_independent=True, exact_augmentations=False)
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.world_size, self.epoch, self.done = world_size, 0, 0

@@ -147,13 +147,10 @@ class PeekTakes(ReferenceLoader):
 
 @breaks("isolation")
 class SharesItsState(ReferenceLoader):
-    def __init__(self, rank: int = 0, world_size: int = 1, **more: Any) -> None:
-        super().__init__(rank, world_size, **more)
-        self.shared: dict[str, Any] = {}
-
     def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
-        self.shared.update(super().state_dict(in_flight))
-        return self.shared
+        shared: dict[str, Any] = vars(self).setdefault("shared", {})
+        shared.update(super().state_dict(in_flight))
+        return shared
 
 
 @breaks("transport")

@@ -135,10 +135,6 @@ def loading(kind: Callable[[], Any], sampler: Callable[[Any], Any] = RandomSampl
     return make
 
 
-def ends_it(loader: Loader, epoch: int) -> None:
-    loader.dataset.p = 0.9 if epoch < 1 else 0.0
-
-
 def sets_the_epoch(loader: Loader, epoch: int) -> None:
     loader.dataset.set_epoch(epoch)
 
@@ -148,7 +144,6 @@ def follows_the_step(loader: Loader, step: int) -> None:
 
 
 ROWS = {
-    "a probability ends": Row(loading(Augmented), ends_it),
     "set_epoch": Row(loading(Augmented), sets_the_epoch),
     "a sampler tells the epoch": Row(loading(Augmented, TellsTheEpoch)),
     "a probability follows the step": Row(

@@ -15,21 +15,13 @@ import midepoch
 
 
 class Saved(NamedTuple):
-    """What a process has saved.
+    """What a process has saved."""
 
-    Attributes:
-        states: in mid-epoch, at the boundary, and in the second epoch.
-        following: the batches of the rest of each epoch, as text.
-        told: midepoch's warnings before the first state can be used.
-        told_in_all: and later.
-        answers: of the capabilities.
-    """
-
-    states: list[dict[str, Any]]
-    following: list[list[str]]
-    told: list[str]
-    told_in_all: list[str]
-    answers: dict[str, str]
+    states: list[dict[str, Any]]  # in mid-epoch, at the boundary, and in the second epoch
+    following: list[list[str]]  # the batches of the rest of each epoch, as text
+    told: list[str]  # midepoch's warnings before the first state can be used
+    told_in_all: list[str]  # and later
+    answers: dict[str, str]  # of the capabilities
 
 
 def wrapped(make: Callable[[], Any]) -> midepoch.Loader:
@@ -60,12 +52,7 @@ def ours(caught: list[warnings.WarningMessage]) -> list[str]:
 
 
 def save(make: Callable[[], Any], cut: int) -> Saved:
-    """Run two epochs in this process, and save at three places.
-
-    Args:
-        make: the loader, or a source for `midepoch.wrap`.
-        cut: batches before a state within an epoch.
-    """
+    """Run two epochs in this process, and save at three places, within an epoch after so many batches as `cut`."""
     states: list[dict[str, Any]] = []
     with warnings.catch_warnings(record=True) as caught, wrapped(make) as loader:
         warnings.simplefilter("always")
