@@ -44,7 +44,6 @@ def wheels_from_installed(versions: Mapping[str, str], python: str, into: Path) 
 
 
 def python_of(path: Path, script: str) -> Path:
-    """An interpreter that does as a shell's script says."""
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return path

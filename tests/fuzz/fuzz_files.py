@@ -184,7 +184,6 @@ class Archives(FileFuzzer):
         return bytes(data)
 
     def outcome(self, data: bytes, sealed: bool) -> str:
-        """Told, or the same as tarfile's."""
         from midepoch.reading.tar import TarError, index_tar, parse_members
 
         self.path.write_bytes(data)
@@ -242,7 +241,6 @@ class IndexCaches(FileFuzzer):
         return found.counts, found.starts.tolist(), found.lengths.tolist(), found.checksum
 
     def outcome(self, data: bytes, sealed: bool) -> str:
-        """The same index."""
         self.path.write_bytes(data)
         if self.told() != self.expected:
             raise Wrong(f"the index is {self.told()}, not {self.expected}")

@@ -53,7 +53,6 @@ def flip_in_json(generator: random.Random, state: State, others: Sequence[State]
 
 
 def flip_in_text(generator: random.Random, state: State, others: Sequence[State]) -> Any:
-    """A bit of one character."""
     name = generator.choice([name for name in TEXTS if isinstance(state.get(name), str) and state[name]] or ["adapter"])
     text = state.get(name)
     if isinstance(text, str) and text:

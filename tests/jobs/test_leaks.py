@@ -75,8 +75,6 @@ def combined(folder: Path) -> Maker:
 
 
 class Saved:
-    """A loader whose batches are each saved."""
-
     def __init__(self, folder: Path) -> None:
         self.loader = tensors()()
         model = torch.nn.Linear(300, 300)

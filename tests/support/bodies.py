@@ -242,8 +242,6 @@ class Loop(NamedTuple):
 
 @dataclasses.dataclass
 class Body:
-    """A program, such as `Body.random(seed)`."""
-
     batches: Sequence[int]  # of each loader
     loops: Sequence[Loop]  # of the body of its loop over epochs, one after the other
     unknown: Collection[int] = ()  # the loaders whose length is not known

@@ -119,8 +119,6 @@ class SkipsTheEpochAfterAResumedOne(ReferenceLoader):
 
 @breaks("boundary")
 class RepeatsTheEpochOnManyRanks(ReferenceLoader):
-    """From the state at an epoch's end, where there is more than one rank."""
-
     def apply(self, state: dict[str, Any]) -> None:
         super().apply(state)
         if self.world_size > 1 and state["epoch"] and not state["position"]:

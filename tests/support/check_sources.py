@@ -136,8 +136,6 @@ def once() -> Any:
 
 
 class Entropy(Dataset[tuple[int, int]]):
-    """Each sample has its number, and one that the operating system draws."""
-
     def __len__(self) -> int:
         return 24
 

@@ -76,7 +76,6 @@ def note(path: Path, event: Any) -> None:
 
 
 def noted(path: Path) -> list[Any]:
-    """The events of a file, none where it is not there."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
