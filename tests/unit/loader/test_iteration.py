@@ -222,11 +222,6 @@ def test_in_a_larger_world_a_failed_batch_is_given_again(tmp_path: Path) -> None
         assert sources.plain(next(batches)) == whole[following - 1]
 
 
-def test_on_error_is_refused_where_it_cannot_be() -> None:
-    with pytest.raises(midepoch.UnsupportedSourceError, match=r"on_error='next'.*leave on_error out"):
-        midepoch.wrap(lambda: iter(range(3)), on_error="next")
-
-
 def own_state(remember: int) -> Loader:
     source = StatefulDataLoader(sources.Noisy(22), batch_size=4, shuffle=True)
     return midepoch.wrap(source, seed=5, remember=remember)
@@ -326,6 +321,8 @@ def test_wrap_checks_its_arguments() -> None:
         for value in values:
             with pytest.raises(kind, match=name):
                 midepoch.wrap([1, 2], **{name: value})
+    with pytest.raises(midepoch.UnsupportedSourceError, match=r"on_error='next'.*leave on_error out"):
+        midepoch.wrap(sources.numbers, on_error="next")
 
 
 def test_a_loader_is_true_unless_it_is_known_to_be_empty() -> None:
