@@ -267,7 +267,6 @@ FOUND = [name for name, row in ROWS.items() if row.outcome == "found"]
 
 
 def make(name: str) -> Any:
-    """A row's source, wrapped."""
     np.random.seed(0)
     return midepoch.wrap(ROWS[name].make(), seed=5)
 

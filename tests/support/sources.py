@@ -385,8 +385,6 @@ class Counter:
 
 
 class Sized(Sampler[int]):
-    """Of so many samples."""
-
     def __init__(self, size: int) -> None:
         self.size = size
 
@@ -473,7 +471,6 @@ def _one_rank(function: Callable[..., Any], rank: int, world_size: int, store: s
 
 
 def noisy_loader(size: int = 22, **keywords: Any) -> DataLoader[Any]:
-    """Shuffled, with augmentations."""
     return DataLoader(Noisy(size), **{"batch_size": 4, "shuffle": True, **keywords})
 
 

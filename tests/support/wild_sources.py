@@ -343,8 +343,6 @@ class Counting(Around):
 
 
 class ItsOwn(Around):
-    """Its own iterator, of what it was given."""
-
     def __iter__(self) -> ItsOwn:
         return self
 
@@ -414,8 +412,6 @@ class WorksInAThread(Around):
 
 
 class Locked(Around):
-    """Cannot be copied."""
-
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
         self.lock = threading.Lock()
@@ -427,8 +423,6 @@ class Locked(Around):
 
 
 class Longer(Around):
-    """Says that it has another length."""
-
     def __iter__(self) -> Iterator[Any]:
         yield from self.loader
 
@@ -478,8 +472,6 @@ class OneBuffer(Around):
 
 
 class OfTwo(Around):
-    """Holds two of them."""
-
     def __init__(self, loader: Any, other: Any) -> None:
         super().__init__(loader)
         self.other = other

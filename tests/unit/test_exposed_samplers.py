@@ -122,8 +122,6 @@ def test_another_list_is_refused() -> None:
 
 
 class Fails(sources.Sized):
-    """Ends by an error of its own."""
-
     def __iter__(self) -> Iterator[int]:
         yield from range(SIZE)
         raise KeyError("all seen")
@@ -202,8 +200,6 @@ def test_a_first_sample_that_tells_is_refused_in_each_pass(kind: Any, why: str, 
 
 
 class Beside(sources.Documents):
-    """Holds another sampler in a list."""
-
     def __init__(self) -> None:
         super().__init__()
         self.others = [RandomSampler(range(SIZE))]

@@ -30,8 +30,6 @@ class ExhaustedError(Exception):
 
 
 class Ends(Sampler[int]):
-    """Ends by an error, after so many indices."""
-
     def __init__(self, count: int, at_once: bool = False) -> None:
         self.count, self.at_once = count, at_once
 
@@ -46,8 +44,6 @@ class Ends(Sampler[int]):
 
 
 class EndsInBatches(Ends):
-    """The same, of batches."""
-
     def indices(self) -> Iterator[Any]:
         yield from BatchSampler(SequentialSampler(range(self.count)), 2, False)
         raise ExhaustedError("all seen")
@@ -192,8 +188,6 @@ def test_what_one_sets_at_its_start_holds_for_the_pass(method: str, asks: bool) 
 
 
 class Mosaic(BatchSampler):
-    """Marks its indices."""
-
     mosaic = True
 
     def __iter__(self) -> Iterator[Any]:
@@ -288,8 +282,6 @@ def test_what_a_loop_sets_between_passes_is_followed(name: str) -> None:
 
 
 class Remembering(Sampler[int]):
-    """Each pass begins one index later."""
-
     first = 0
 
     def __iter__(self) -> Iterator[int]:

@@ -149,7 +149,6 @@ def test_the_whole_list_is_no_alarm(sampler: Any) -> None:
 
 
 def test_a_distributed_sampler_with_a_state_is_understood() -> None:
-    """As its parent."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader.sampler", reason="needs torchdata")
     theirs = stateful.StatefulDistributedSampler(range(SIZE), 2, 1, seed=5)
     ours = midepoch.wrap(loader(theirs))
@@ -248,15 +247,11 @@ def test_the_sampler_itself_is_iterated_once_an_epoch() -> None:
 
 
 class Uncopied(Passes):
-    """Cannot be pickled."""
-
     def __getstate__(self) -> Any:
         raise TypeError("not to be copied")
 
 
 class Original(Passes):
-    """A copy of it cannot be read."""
-
     def __init__(self) -> None:
         super().__init__()
         self.me = id(self)

@@ -321,8 +321,6 @@ def test_objects_that_cannot_be_compared_are_named(source: Any) -> None:
 
 
 class OnItsClass:
-    """Pops from an attribute of its class."""
-
     queue: ClassVar = collections.deque(range(100))
 
     def __iter__(self) -> Iterator[int]:

@@ -256,8 +256,6 @@ def test_one_too_long_to_be_listed_names_what_computes_it(name: str, monkeypatch
 
 
 class Named(sources.Indices):
-    """Is asked for whole batches by name."""
-
     def __getitem__(self, names: Any) -> Any:
         return [int(name) for name in names]
 

@@ -28,8 +28,6 @@ from support import sources
 
 
 class Holder:
-    """Holds what it is given."""
-
     def __init__(self, held: Any) -> None:
         self.held = held
 
@@ -211,8 +209,6 @@ class OfTwoKinds(sources.Indices):
 
 
 class Later(sources.Indices):
-    """Makes a generator in its fourth batch."""
-
     def __getitem__(self, index: int) -> Any:
         if index >= 12 and not hasattr(self, "rng"):
             self.rng = np.random.default_rng()

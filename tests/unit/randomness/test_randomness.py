@@ -101,8 +101,6 @@ def test_the_sample_generator_is_pinned() -> None:
 
 
 class Owning(sources.Indices):
-    """Draws from generators of every kind that it owns."""
-
     def __init__(self) -> None:
         super().__init__(6)
         self.new = np.random.default_rng(1)
@@ -305,8 +303,6 @@ def test_an_interrupt_in_a_sample_that_has_drawn_is_not_lost(error: type[BaseExc
 
 
 class Augmented(sources.Indices):
-    """Images under a real Albumentations pipeline."""
-
     def __init__(self, seed: int | None) -> None:
         super().__init__(20)
         either = albumentations.OneOf([albumentations.Blur(p=1.0), albumentations.RandomRotate90(p=1.0)], p=0.8)

@@ -92,8 +92,6 @@ class Asked(Mapping[str, Any]):
 
 
 class Made(sources.Indices):
-    """Samples that a function makes of their index."""
-
     def __init__(self, make_sample: Callable[[int], Any], size: int = 16) -> None:
         super().__init__(size)
         self.make_sample = make_sample
@@ -371,8 +369,6 @@ def test_any_value_can_be_looked_at(kind: str) -> None:
 
 
 class Rich(sources.Indices):
-    """Samples of eight parts."""
-
     def __getitem__(self, index: int) -> Any:
         return {f"part {number}": torch.full((64,), index * 1.2345e-7 + number) for number in range(8)}
 
