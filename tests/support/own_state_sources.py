@@ -20,6 +20,7 @@ from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
+from support.sources import Noisy
 
 SIZE, BATCH, SEED = 14, 3, 7
 
@@ -35,51 +36,37 @@ def identify(batch: Any) -> list[int]:
 # --- bare ---
 
 
-class Drawing(torch.utils.data.Dataset[torch.Tensor]):
-    """Sample i is (i, a number from each global generator); it needs nothing of midepoch."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(())], dtype=torch.float64)
-
-
 def torchdata(num_workers: int = 0, seed: int | None = SEED, size: int = SIZE) -> Any:
     generator = torch.Generator().manual_seed(seed or 0)
     return StatefulDataLoader(
-        Drawing(size), BATCH, shuffle=True, num_workers=num_workers, generator=generator,
+        Noisy(size), BATCH, shuffle=True, num_workers=num_workers, generator=generator,
         multiprocessing_context="fork" if num_workers else None,
     )  # fmt: skip
 
 
-def datasets_stream(seed: int | None = SEED, size: int = SIZE) -> Any:
+def rows(num_shards: int = 3, buffer: int = 0, seed: int | None = SEED, size: int = SIZE) -> Any:
+    """Hugging Face's stream of numbers, shuffled if there is a buffer."""
     import datasets
 
-    rows = datasets.Dataset.from_dict({"number": list(range(size))})
-    return rows.to_iterable_dataset(num_shards=3).batch(BATCH)
+    found = datasets.Dataset.from_dict({"number": list(range(size))}).to_iterable_dataset(num_shards=num_shards)
+    return found.shuffle(seed=seed or 0, buffer_size=buffer) if buffer else found
+
+
+def datasets_stream(seed: int | None = SEED, size: int = SIZE) -> Any:
+    return rows(size=size).batch(BATCH)
 
 
 def datasets_buffered(seed: int | None = SEED, size: int = SIZE) -> Any:
-    import datasets
-
-    rows = datasets.Dataset.from_dict({"number": list(range(size))})
-    return rows.to_iterable_dataset(num_shards=3).shuffle(seed=seed or 0, buffer_size=5).batch(BATCH)
+    return rows(buffer=5, seed=seed, size=size).batch(BATCH)
 
 
-def grain_loader(seed: int | None = SEED, size: int = SIZE) -> Any:
+def grain_loader(seed: int | None = SEED, size: int = SIZE, rows: Any = None, operations: Any = None) -> Any:
     logging.getLogger("absl").setLevel(logging.ERROR)
     import grain
 
-    sampler = grain.samplers.IndexSampler(
-        size, shuffle=True, seed=seed or 0, num_epochs=1, shard_options=grain.sharding.NoSharding()
-    )
-    return grain.DataLoader(
-        data_source=list(range(size)), sampler=sampler, operations=[grain.transforms.Batch(BATCH)], worker_count=0
-    )
+    sampler = grain.samplers.IndexSampler(size, grain.sharding.NoSharding(), shuffle=True, num_epochs=1, seed=seed or 0)
+    given = {"data_source": list(range(size)) if rows is None else rows, "sampler": sampler, "worker_count": 0}
+    return grain.DataLoader(**given, operations=operations or [grain.transforms.Batch(BATCH)])
 
 
 def grain_dataset(seed: int | None = SEED, size: int = SIZE) -> Any:
@@ -162,13 +149,11 @@ WRAPPED: dict[str, Callable[..., Any]] = {
 # --- wrapped, on several ranks ---
 
 
-def wrapped_torchdata_of_rank(
-    rank: int = 0, world_size: int = 1, num_workers: int = 0, seed: int | None = SEED
-) -> Any:
-    sampler: Any = DistributedSampler(Drawing(SIZE), world_size, rank, shuffle=True, seed=seed or 0)
+def wrapped_torchdata_of_rank(rank: int = 0, world_size: int = 1, num_workers: int = 0, seed: int | None = SEED) -> Any:
+    sampler: Any = DistributedSampler(Noisy(SIZE), world_size, rank, shuffle=True, seed=seed or 0)
     context = "fork" if num_workers else None
     source = StatefulDataLoader(
-        Drawing(SIZE), BATCH, sampler=sampler, num_workers=num_workers, multiprocessing_context=context
+        Noisy(SIZE), BATCH, sampler=sampler, num_workers=num_workers, multiprocessing_context=context
     )
     return midepoch.wrap(source, seed=seed, world=midepoch.World(rank, world_size))
 
@@ -295,21 +280,17 @@ def same(batch: Any) -> Any:
 
 
 def rows_inside(buffer: bool, num_workers: int = 0) -> Any:
-    import datasets
-
-    rows = datasets.Dataset.from_dict({"number": list(range(SIZE))}).to_iterable_dataset(num_shards=3)
-    rows = rows.shuffle(seed=SEED, buffer_size=5) if buffer else rows
-    return StatefulDataLoader(rows, BATCH, num_workers=num_workers)
+    return StatefulDataLoader(rows(buffer=5 if buffer else 0), BATCH, num_workers=num_workers)
 
 
 EXACT: dict[str, Callable[[], Any]] = {
     "right by itself": Stream,
     "saves its generator": SavesGenerator,
     "StatefulDataLoader, a sampler without a generator": lambda: StatefulDataLoader(
-        Drawing(SIZE), BATCH, sampler=torch.utils.data.WeightedRandomSampler([1.0] * SIZE, SIZE)
+        Noisy(SIZE), BATCH, sampler=torch.utils.data.WeightedRandomSampler([1.0] * SIZE, SIZE)
     ),
     "StatefulDataLoader, batches of a sampler without one": lambda: StatefulDataLoader(
-        Drawing(SIZE), batch_sampler=torch.utils.data.BatchSampler(without_a_generator(), BATCH, False)
+        Noisy(SIZE), batch_sampler=torch.utils.data.BatchSampler(without_a_generator(), BATCH, False)
     ),
     "StatefulDataLoader of shuffled rows": functools.partial(rows_inside, buffer=True),
     "StatefulDataLoader of rows": functools.partial(rows_inside, buffer=False),
