@@ -6,6 +6,8 @@ import atexit
 import contextlib
 import functools
 import gc
+import itertools
+import json
 import os
 import random
 import resource
@@ -35,8 +37,6 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_N
 
 
 _blocks: list[SharedMemory] = []
-
-
 _open = SharedMemory.__init__
 
 
@@ -183,10 +183,7 @@ def make_loader(
 
 def main() -> None:
     """One rank: ``python streaming_sources.py OUT STATE STEPS SIZE BATCH REPLICATION``."""
-    import json
-    import sys
-
-    out, state, steps, _, batch_size, replication = sys.argv[1:]
+    out, state, count, _, batch_size, replication = sys.argv[1:]
     options = {} if replication == "1" else {"replication": int(replication)}
     rank, os.environ["LOCAL_WORLD_SIZE"] = os.environ["RANK"], os.environ["WORLD_SIZE"]
     folder = f"{out}/local"  # shared by all ranks, as on one machine, which wait for each other
@@ -195,13 +192,9 @@ def main() -> None:
     loader = midepoch.wrap(source)
     if state != "-":
         loader.load_state_dict(json.loads(Path(state).read_text()))
-    left, batches = loader.batches_left, []
-    draws: list[Any] = []
-    for batch in loader:
-        batches.append(batch["number"].tolist())
-        draws.append(drawn(batch)["drawn"])
-        if len(batches) == int(steps):
-            break
+    left, steps = loader.batches_left, None if count == "-1" else int(count)
+    given = [drawn(batch) for batch in itertools.islice(loader, steps)]
+    batches, draws = ([batch[name] for batch in given] for name in ("number", "drawn"))
     done = {"batches": batches, "draws": draws, "state": loader.state_dict(), "left": left}
     Path(f"{out}/rank{rank}.json").write_text(json.dumps(done))
 
