@@ -24,7 +24,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import midepoch
-from midepoch import SourceError, StateMismatchError, UnsupportedSourceError, World
+from midepoch import SourceError, StateMismatchError, World
+from midepoch import UnsupportedSourceError as Unsupported
 from support.places import ROOT
 
 wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
@@ -33,7 +34,7 @@ wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
 from support import commands  # noqa: E402
 from support import own_shards as own  # noqa: E402
 from support import webdataset_sources as sources  # noqa: E402
-from support.sources import every_place, flat, heads, under_other_seeds  # noqa: E402
+from support.sources import every_place, flat, under_other_seeds  # noqa: E402
 from support.webdataset_sources import compress, encoded, in_workers, make_shards, number, numbers, plain  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.usefixtures("cache")]
@@ -95,12 +96,8 @@ IDIOMS: dict[str, Any] = {
         decoded(u).rename(image="jpg;png", label="cls").map_dict(image=augment).to_tuple("image", "label")
     ),
     "pipeline, detshuffle": lambda u: wds.DataPipeline(
-        wds.SimpleShardList(u),
-        wds.detshuffle(),
-        wds.split_by_node,
-        wds.split_by_worker,
-        wds.tarfile_to_samples(handler=wds.warn_and_continue),
-        wds.decode("rgb", handler=wds.warn_and_continue),
+        wds.SimpleShardList(u), wds.detshuffle(), wds.split_by_node, wds.split_by_worker,
+        wds.tarfile_to_samples(handler=wds.warn_and_continue), wds.decode("rgb", handler=wds.warn_and_continue),
         wds.to_tuple("png", "cls", handler=wds.warn_and_continue),
     ),
     "pipeline of a pipeline": lambda u: wds.DataPipeline(
@@ -132,19 +129,15 @@ IDIOMS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def keeps(kept: Any) -> Any:
-    return lambda sample: number(sample) in kept
-
-
 def selected(urls: list[str], kept: Any, rank: int = 0, world_size: int = 1, batch: int = 2, **settings: Any) -> Any:
-    dataset = plain(urls, nodesplitter=wds.split_by_node).select(keeps(kept)).map(number)
+    dataset = plain(urls, nodesplitter=wds.split_by_node).map(number).select(lambda each: each in kept)
     return midepoch.wrap(dataset.batched(batch, collation_fn=list), world=World(rank, world_size), **settings)
 
 
 def failing(sample: dict[str, Any]) -> int:
-    if number(sample) % 4 == 1:
+    if (found := number(sample)) % 4 == 1:
         raise ValueError("no good")
-    return number(sample)
+    return found
 
 
 class Draws:
@@ -313,21 +306,14 @@ def stream_stage(source: Iterable[Any]) -> Iterator[Any]:
 
 
 class Undeclared(IterableDataset[dict[str, str]]):
-    """Says nothing of its order."""
+    """Says nothing of its order, unless that is set, as for a class of another package."""
 
-    def __init__(self, urls: list[str]) -> None:
+    def __init__(self, urls: Any, **draws: Any) -> None:
         self.urls = urls
+        vars(self).update(draws)
 
     def __iter__(self) -> Iterator[dict[str, str]]:
         yield from ({"url": url} for url in self.urls)
-
-
-class Declared(Undeclared):
-    """What it says may be set, as for a class of another package."""
-
-    def __init__(self, urls: Any, draws: Any) -> None:
-        super().__init__(urls)
-        self.draws = draws
 
 
 def read_by(*reads: Any) -> Any:
@@ -373,10 +359,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         f"draws {count} shards: pass a number of at least 1",
     ) for count in (0, -1, 2.5)},
     **{f"draws = {wrong!r}": (
-        lambda u, wrong=wrong: pipeline(Declared(u, wrong)), "Declared.draws is .*: say 'once' or 'with replacement'"
+        lambda u, wrong=wrong: pipeline(Undeclared(u, draws=wrong)),
+        "Undeclared.draws is .*: say 'once' or 'with replacement'",
     ) for wrong in ("twice", 3, True, ["once"])},
     "no list": (
-        lambda u: pipeline(Declared(iter(u), "once")), "Declared shows no list of its shards as .urls: give it one"
+        lambda u: pipeline(Undeclared(iter(u), draws="once")), "Undeclared shows no list of its shards as .urls: give"
     ),
 }  # fmt: skip
 
@@ -384,13 +371,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_understood_is_refused_by_name(urls: list[str], name: str) -> None:
     make, message = REFUSED[name]
-    with pytest.raises(UnsupportedSourceError, match=message):
+    with pytest.raises(Unsupported, match=message):
         midepoch.wrap(make(urls))
 
 
 def test_urls_that_may_be_a_rank_s_own_must_be_told(urls: list[str]) -> None:
     loader = midepoch.wrap(numbers(urls, nodesplitter=None), world=World(0, 2))
-    with pytest.raises(UnsupportedSourceError, match="pass shard=True to wrap"):
+    with pytest.raises(Unsupported, match="pass shard=True to wrap"):
         next(iter(loader))
     ranks = [midepoch.wrap(numbers(urls, nodesplitter=None), world=World(rank, 2), shard=True) for rank in range(2)]
     assert sorted(flat(flat(rank) for rank in ranks)) == list(range(20))
@@ -488,7 +475,7 @@ def test_shards_come_as_often_as_their_weights_say(tmp_path: Path, kind: str) ->
 
 def test_a_list_that_does_not_say_how_it_draws_is_refused(urls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     line = "Undeclared.draws = 'once', each shard once in a pass, or 'with replacement'"
-    with pytest.raises(UnsupportedSourceError, match=f"stage Undeclared does not give shards.*{line}; or"):
+    with pytest.raises(Unsupported, match=f"stage Undeclared does not give shards.*{line}; or"):
         midepoch.wrap(pipeline(Undeclared(urls)))
     monkeypatch.setattr(Undeclared, "draws", "once", raising=False)  # as the message says
     assert sorted(flat(midepoch.wrap(pipeline(Undeclared(urls)), seed=1))) == list(range(20))
@@ -528,6 +515,8 @@ def test_with_epoch_counts_batches_and_goes_on_with_new_samples(urls: list[str],
     # In order, so that the passes can be told: the data begin again behind sample 19.
     assert flat(flat(epochs)) == [*range(20), *range(4)]
     assert kind == "streamed" or len(loader) == 3
+    given_up = midepoch.wrap(numbers(urls, batch=2).with_epoch(3))
+    assert [next(iter(given_up)) for _ in range(2)] == [[0, 1], [6, 7]]
 
 
 def test_with_epoch_counts_for_each_worker(urls: list[str]) -> None:
@@ -570,14 +559,6 @@ def test_with_epoch_is_finished_in_another_world(tmp_path: Path, kind: str, befo
         assert not set(flat(flat(following))) & set(whole)
 
 
-def test_an_epoch_given_up_passes_by(urls: list[str]) -> None:
-    loader = midepoch.wrap(numbers(urls, batch=2).with_epoch(3))
-    for batch in loader:
-        assert batch == [0, 1]
-        break
-    assert next(iter(loader)) == [6, 7]
-
-
 def test_repeat_makes_one_epoch_of_several_passes(urls: list[str]) -> None:
     loader = midepoch.wrap(numbers(urls, batch=8).repeat(2))
     assert flat(loader) == [*range(20), *range(20)]
@@ -585,14 +566,11 @@ def test_repeat_makes_one_epoch_of_several_passes(urls: list[str]) -> None:
 
 
 def test_an_endless_pipeline_has_no_length_and_resumes(urls: list[str]) -> None:
-    def make() -> Any:
-        return midepoch.wrap(numbers(urls, batch=3).repeat())
-
+    loader, other = (midepoch.wrap(numbers(urls, batch=3).repeat()) for _ in range(2))
     with pytest.raises(TypeError, match="no length"):
-        len(make())
-    head, state = heads(make, 9)
-    other = make()
-    other.load_state_dict(state)
+        len(loader)
+    head = list(itertools.islice(loader, 9))
+    other.load_state_dict(loader.state_dict())
     assert flat([*head, *itertools.islice(other, 5)]) == [*range(20), *range(20), *range(2)]
 
 
@@ -602,13 +580,10 @@ def test_an_endless_pipeline_has_no_length_and_resumes(urls: list[str]) -> None:
 def test_dropped_samples_leave_holes_in_their_batches(urls: list[str]) -> None:
     loader = selected(urls, KEPT, batch=4)
     iterator = iter(loader)
-    states = [loader.state_dict()]
     for expected in ([0, 1, 2], [5, 6, 7], [15]):
         assert loader.peek() == expected == next(iterator)
-        states.append(loader.state_dict())
     # Positions 8 to 11 are all dropped, and so is the end.
-    assert [state["position"] for state in states] == [0, 4, 8, 16]
-    assert [loader.state_dict(in_flight=back) for back in range(4)] == states[::-1]
+    assert [loader.state_dict(in_flight=back)["position"] for back in range(4)] == [16, 8, 4, 0]
     assert next(iterator, None) is None and (loader.epoch, loader.position) == (1, 0)
 
 
@@ -617,12 +592,9 @@ def test_no_rank_alone_is_left_without_a_batch(urls: list[str], world_size: int)
     # Samples 4 to 11 are dropped: two whole steps of two ranks, and a rank's whole batch in other steps.
     kept = {0, 1, 2, 3, 12, 17}
     ranks = [list(selected(urls, kept, rank, world_size)) for rank in range(world_size)]
-    assert len({len(rank) for rank in ranks}) == 1
-    assert all(batch for rank in ranks for batch in rank)
+    assert len({len(rank) for rank in ranks}) == 1 and all(flat(ranks))
     assert set(flat(flat(ranks))) == kept
-    # Only what stands in for an empty batch comes twice.
-    alone = flat(selected(urls, kept))
-    assert sorted(alone) == sorted(kept)
+    assert sorted(flat(selected(urls, kept))) == sorted(kept)  # only what stands in for an empty batch comes twice
 
 
 def test_refill_keeps_batches_full(urls: list[str], kind: str) -> None:
@@ -659,9 +631,9 @@ def test_streams_of_unequal_length_give_every_sample_once(urls: list[str]) -> No
 
 def test_streams_must_divide_among_ranks_and_workers(urls: list[str]) -> None:
     shards = compress(urls)
-    with pytest.raises(UnsupportedSourceError, match=r"4 streams cannot be shared by 3 ranks x 1 workers.*streams=3"):
+    with pytest.raises(Unsupported, match=r"4 streams cannot be shared by 3 ranks x 1 workers.*streams=3"):
         next(iter(streamed(shards, 0, 3, streams=4)))
-    with pytest.raises(UnsupportedSourceError, match=r"3 streams cannot be shared by 1 ranks x 2 workers"):
+    with pytest.raises(Unsupported, match=r"3 streams cannot be shared by 1 ranks x 2 workers"):
         next(iter(streamed(shards, workers=2, streams=3)))
     loader = streamed(shards, streams=4)
     next(iter(loader))
@@ -673,7 +645,7 @@ def test_streams_must_divide_among_ranks_and_workers(urls: list[str]) -> None:
 
 def test_equal_counts_on_several_ranks_need_with_epoch(urls: list[str]) -> None:
     loader = midepoch.wrap(numbers(compress(urls), nodesplitter=wds.split_by_node), world=World(0, 2), streams=2)
-    with pytest.raises(UnsupportedSourceError, match=r"use with_epoch\(n\).*tail='uneven'"):
+    with pytest.raises(Unsupported, match=r"use with_epoch\(n\).*tail='uneven'"):
         next(iter(loader))
 
 
@@ -706,17 +678,13 @@ def test_the_world_chooses_the_number_of_streams(tmp_path: Path) -> None:
             other.load_state_dict(state)
         for expected in (rests, following):
             assert sorted(flat(map(list, others))) == sorted(flat(expected))
-    with pytest.raises(
-        StateMismatchError, match=r"24 streams cannot be shared by 7 ranks x 1 workers.*rest of this epoch"
-    ):
-        of_streams(shards, 0, 7).load_state_dict(state)
-    # Where an epoch begins, any world can.
     seven = of_streams(shards, 0, 7)
+    with pytest.raises(StateMismatchError, match=r"24 streams cannot be shared by 7 ranks x 1 .*rest of this epoch"):
+        seven.load_state_dict(state)
+    # Where an epoch begins, any world can.
     seven.load_state_dict(of_streams(shards).state_dict())
     assert next(iter(seven))
 
 
 def test_the_example_runs_and_resumes(tmp_path: Path) -> None:
-    example = ROOT / "examples" / "webdataset_pipeline.py"
-    assert len(example.read_text().splitlines()) <= 60
-    assert "every sample once: True" in commands.script(example, tmp_path)
+    assert "every sample once: True" in commands.script(ROOT / "examples" / "webdataset_pipeline.py", tmp_path)

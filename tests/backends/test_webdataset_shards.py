@@ -10,9 +10,10 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.utils.data import DataLoader
@@ -22,30 +23,19 @@ from midepoch import SourceError, StateCorruptError, StateMismatchError
 from midepoch.adapters.webdataset import index as index_of
 from midepoch.reading.tar import index_tar
 from midepoch.state.parts import seal_detail
-from midepoch.testing import digest as digest_of
+from midepoch.testing import digest
 
 wds = pytest.importorskip("webdataset", reason="webdataset is not installed")
 
 
 from support import webdataset_sources as sources  # noqa: E402
+from support import witness_sources  # noqa: E402
 from support.object_server import nginx, requests  # noqa: E402
 from support.sources import flat, heads  # noqa: E402
 from support.webdataset_sources import compress, make_shards, number, numbers, plain, write_shard  # noqa: E402
-from support.witness_sources import (  # noqa: E402
-    Cases,
-    check,
-    found_in,
-    labels_of,
-    make_webdataset,
-    state_after,
-    write_shards,
-)
+from support.witness_sources import Cases, check, found_in, labels_of, make_webdataset, state_after  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.usefixtures("cache")]
-
-
-def digest(batches: Iterable[Any]) -> list[str]:
-    return [digest_of(batch) for batch in batches]
 
 
 def rest_after(loader: Any, state: dict[str, Any]) -> list[Any]:
@@ -61,28 +51,16 @@ def index_files(cache: Path) -> list[Path]:
     return sorted(cache.glob("webdataset-*/*.index"))
 
 
-def counted_scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    scanned: list[str] = []
-
-    def scan(archive: Any, name: str) -> Any:
-        scanned.append(name)
-        return index_tar(archive, name)
-
-    monkeypatch.setattr(index_of, "index_tar", scan)
-    return scanned
-
-
 def test_an_index_is_built_anew_where_a_shard_has_changed(
     urls: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scanned = counted_scans(monkeypatch)
-    assert flat(midepoch.wrap(numbers(urls))) == list(range(20))
-    assert sorted(scanned) == sorted(urls) and len(index_files(cache)) == 5
-    assert flat(midepoch.wrap(numbers(urls))) == list(range(20))
-    assert len(scanned) == 5
+    monkeypatch.setattr(index_of, "index_tar", scans := mock.Mock(side_effect=index_tar))
+    for _ in range(2):
+        assert flat(midepoch.wrap(numbers(urls))) == list(range(20))
+        assert sorted(call.args[1] for call in scans.call_args_list) == sorted(urls) and len(index_files(cache)) == 5
     write_shard(Path(urls[1]), range(100, 103))
     assert flat(midepoch.wrap(numbers(urls))) == [*range(4), 100, 101, 102, *range(10, 20)]
-    assert scanned[5:] == [urls[1]]
+    assert [call.args[1] for call in scans.call_args_list[5:]] == [urls[1]]
     assert not list(cache.glob("webdataset-*/*.part"))
 
 
@@ -92,13 +70,8 @@ def test_an_unreadable_index_is_built_anew(urls: list[str], cache: Path, damage:
     for file in index_files(cache):
         data = file.read_bytes()
         flipped = data[:-1] + bytes([data[-1] ^ 1]) if data[-1:] != b"\n" else data
-        changed = {
-            "cut": data[:-5],
-            "garbage": b"garbage",
-            "flipped": flipped,
-            "empty": b"",
-            "other version": data.replace(b'"format": 1', b'"format": 0'),
-        }
+        older = data.replace(b'"format": 1', b'"format": 0')
+        changed = {"cut": data[:-5], "garbage": b"garbage", "flipped": flipped, "empty": b"", "other version": older}
         file.write_bytes(changed[damage])
     assert flat(midepoch.wrap(numbers(urls))) == list(range(20))
     before = [file.stat().st_mtime_ns for file in index_files(cache)]
@@ -142,9 +115,8 @@ def test_a_compressed_shard_with_a_wrong_checksum_is_an_error(tmp_path: Path) ->
     data = bytearray(gzip.compress((tmp_path / "a.tar").read_bytes(), mtime=0))
     data[-6] ^= 255
     (tmp_path / "a.tgz").write_bytes(data)
-    dataset = wds.WebDataset([str(tmp_path / "a.tgz")], shardshuffle=False).map(sources.Reading()).batched(2)
     with pytest.raises(SourceError, match=r"a\.tgz"):
-        list(midepoch.wrap(dataset, seed=0))
+        list(midepoch.wrap(numbers(str(tmp_path / "a.tgz"))))
 
 
 def test_a_missing_shard_is_an_error_unless_the_handler_goes_on(
@@ -223,16 +195,17 @@ def test_shards_in_an_object_store_are_read_by_range(tmp_path: Path, served: lis
             assert loader.capabilities.rank_independent
             whole = list(loader)
         assert sorted(flat(map(sources.identify, whole))) == list(range(15))
+        digests = list(map(digest, whole))
         assert len(index_files(cache)) == 4
         log = requests(tmp_path / "nginx", base)
         for before, after in ((0, 2), (2, 0)):
             with remote(base, served, before) as loader:
                 head = list(itertools.islice(loader, 2))
                 state = loader.state_dict()
-            assert digest([*head, *rest_after(remote(base, served, after), state)]) == digest(whole)
+            assert list(map(digest, [*head, *rest_after(remote(base, served, after), state)])) == digests
         # The local files give the same, so a state may move with the data.
         with remote(str(tmp_path / "shards"), served, 0) as local:
-            assert digest(local) == digest(whole)
+            assert list(map(digest, local)) == digests
         # No shard was fetched whole.
         assert len([line for line in log if " 206 " in line]) > 15
 
@@ -240,7 +213,7 @@ def test_shards_in_an_object_store_are_read_by_range(tmp_path: Path, served: lis
 def test_an_object_that_is_replaced_while_it_is_read_is_an_error(tmp_path: Path, served: list[str]) -> None:
     """By one of the same size, so that nothing but its etag tells."""
     with nginx(tmp_path / "nginx", tmp_path / "shards") as base:
-        loader, whole = remote(base, served, 0), digest(remote(base, served, 0))
+        loader, whole = remote(base, served, 0), list(map(digest, remote(base, served, 0)))
         batches = iter(loader)
         got = [next(batches)]
         state = loader.state_dict()
@@ -250,11 +223,11 @@ def test_an_object_that_is_replaced_while_it_is_read_is_an_error(tmp_path: Path,
             os.utime(path, (1, 1))  # nginx makes an etag of this and the size
         with pytest.raises(SourceError, match=r"\d\.tar has changed since it was indexed: wrap the pipeline again"):
             got.extend(batches)
-        assert digest(got) == whole[: len(got)]
+        assert list(map(digest, got)) == whole[: len(got)]
         assert loader.state_dict()["position"] >= state["position"]
         for path, content in kept.items():
             path.write_bytes(content)
-        assert digest(rest_after(remote(base, served, 0), state)) == whole[1:]
+        assert list(map(digest, rest_after(remote(base, served, 0), state))) == whole[1:]
 
 
 def test_a_server_that_gives_no_parts_is_streamed(tmp_path: Path, served: list[str]) -> None:
@@ -273,6 +246,7 @@ def test_a_server_that_gives_no_parts_is_streamed(tmp_path: Path, served: list[s
 
 
 PLACES = {"in mid-epoch": 4, "at the boundary": 10, "in a later epoch": 13}  # of 10 batches an epoch
+PIPE = "pipe:cat "
 STREAMED = {"in mid-epoch": 4, "at the boundary": 12, "in a later epoch": 15}  # of 12 batches
 
 
@@ -280,10 +254,10 @@ STREAMED = {"in mid-epoch": 4, "at the boundary": 12, "in a later epoch": 15}  #
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shards; the same elsewhere, copied and written anew; others of equal names and sizes; the same, renamed."""
     folder = tmp_path_factory.mktemp("shards")
-    first = write_shards(f"{folder}/first")
+    first = witness_sources.write_shards(f"{folder}/first")
     shutil.copytree(folder / "first", folder / "copied", copy_function=shutil.copyfile)
-    write_shards(f"{folder}/changed", content=1)
-    write_shards(f"{folder}/anew", time=None)
+    witness_sources.write_shards(f"{folder}/changed", content=1)
+    witness_sources.write_shards(f"{folder}/anew", time=None)
     (folder / "renamed").mkdir()
     for path, name in zip(first, reversed(first), strict=True):
         shutil.copyfile(path, folder / "renamed" / Path(name).name)
@@ -298,31 +272,37 @@ def saved(batches: int, where: list[str]) -> tuple[dict[str, Any], list[int]]:
     return state_after("webdataset", batches, urls=where)
 
 
+def common(folder: Path, before: str = "") -> Cases:
+    first, changed, copied, renamed = (urls_in(folder / n, before) for n in ("first", "changed", "copied", "renamed"))
+    return {
+        "nothing": ({"urls": first}, "exact"),
+        "workers": ({"urls": first, "workers": 2}, "exact"),
+        "elsewhere": ({"urls": copied}, "exact"),  # written at other times
+        "content": ({"urls": changed}, "StateMismatchError"),
+        "content, workers": ({"urls": changed, "workers": 2}, "StateMismatchError"),
+        "order of names": ({"urls": renamed}, "StateMismatchError"),
+        "order of urls": ({"urls": first[::-1]}, "StateMismatchError"),
+    }
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_shards_that_changed_are_told(place: str, folder: Path, tmp_path: Path) -> None:
-    state, rest = saved(PLACES[place], urls_in(folder / "first"))
-    changed = urls_in(folder / "changed")
+    first = urls_in(folder / "first")
+    state, rest = saved(PLACES[place], first)
     with nginx(tmp_path / "nginx", folder) as base:
         cases: Cases = {
-            "nothing": ({"urls": urls_in(folder / "first")}, "exact"),
-            "workers": ({"urls": urls_in(folder / "first"), "workers": 2}, "exact"),
-            "world": ({"urls": urls_in(folder / "first"), "world": (1, 2)}, "exact"),
-            "elsewhere, at other times": ({"urls": urls_in(folder / "copied")}, "exact"),
+            **common(folder),
+            "world": ({"urls": first, "world": (1, 2)}, "exact"),
             "on a server": ({"urls": urls_in(f"{base}/first")}, "exact"),
             "on a server, workers": ({"urls": urls_in(f"{base}/first"), "workers": 2}, "exact"),
-            "content": ({"urls": changed}, "StateMismatchError"),
-            "content, workers": ({"urls": changed, "workers": 2}, "StateMismatchError"),
-            "content, another world": ({"urls": changed, "world": (1, 2)}, "StateMismatchError"),
+            "content, another world": ({"urls": urls_in(folder / "changed"), "world": (1, 2)}, "StateMismatchError"),
             "content, on a server": ({"urls": urls_in(f"{base}/changed")}, "StateMismatchError"),
-            "order of names": ({"urls": urls_in(folder / "renamed")}, "StateMismatchError"),
-            "order of urls": ({"urls": urls_in(folder / "first")[::-1]}, "StateMismatchError"),
         }
         found = found_in(state, cases, "webdataset")
     # At the boundary the data may be meant to be others from epoch to epoch; the fingerprint has the order.
     told = [name for name in cases if name.startswith("content")]
     check(found, cases, **(dict.fromkeys(told, "told") if place == "at the boundary" else {}))
-    for name in ("nothing", "workers", "elsewhere, at other times", "on a server"):
-        assert found[name]["rest"] == rest, name
+    assert all(found[name]["rest"] == rest for name in ("nothing", "workers", "elsewhere", "on a server"))
     # The message names the sample's place. Nothing of other data is handed out.
     said = found["content"]["error"] or found["content"]["warnings"][0]
     assert re.search(r"sample \d+, from byte \d+ of .*changed/shard-000\d\.tar on, is another one", said)
@@ -360,7 +340,7 @@ def test_a_first_sample_that_cannot_be_read_has_no_witness(folder: Path, tmp_pat
         shard.unlink()
         loader.load_state_dict(state)
         with pytest.warns(midepoch.MidepochWarning, match="cannot be compared"):
-            assert [label for batch in loader for label in labels_of(batch)] == rest
+            assert flat(map(labels_of, loader)) == rest
         strict.load_state_dict(state)
         with pytest.raises(StateMismatchError, match="cannot be compared"):
             next(iter(strict))
@@ -374,29 +354,22 @@ def test_a_first_sample_that_cannot_be_read_has_no_witness(folder: Path, tmp_pat
 
 @pytest.mark.parametrize("place", STREAMED)
 def test_streamed_shards_that_changed_are_told(place: str, folder: Path, tmp_path: Path) -> None:
-    state, rest = saved(STREAMED[place], urls_in(folder / "first", "pipe:cat "))
+    state, rest = saved(STREAMED[place], urls_in(folder / "first", PIPE))
     assert state["witness"] == ""
-    changed = urls_in(folder / "changed", "pipe:cat ")
+    anew, changed = urls_in(folder / "anew", PIPE), urls_in(folder / "changed", PIPE)
     cases: Cases = {
-        "nothing": ({"urls": urls_in(folder / "first", "pipe:cat ")}, "exact"),
-        "workers": ({"urls": urls_in(folder / "first", "pipe:cat "), "workers": 2}, "exact"),
-        "elsewhere": ({"urls": urls_in(folder / "copied", "pipe:cat ")}, "exact"),
-        "written anew": ({"urls": urls_in(folder / "anew", "pipe:cat ")}, "exact"),
-        "strictly": ({"urls": urls_in(folder / "anew", "pipe:cat "), "options": {"verify": "strict"}}, "exact"),
-        "content": ({"urls": changed}, "StateMismatchError"),
-        "content, workers": ({"urls": changed, "workers": 2}, "StateMismatchError"),
+        **common(folder, PIPE),
+        "written anew": ({"urls": anew}, "exact"),
+        "strictly": ({"urls": anew, "options": {"verify": "strict"}}, "exact"),
         "content, strictly": ({"urls": changed, "options": {"verify": "strict"}}, "StateMismatchError"),
         "content, gone on with": ({"urls": changed, "options": {"verify": "warn"}}, "told"),
         "content, not looked at": ({"urls": changed, "options": {"verify": "off"}}, "exact"),
-        "order of names": ({"urls": urls_in(folder / "renamed", "pipe:cat ")}, "StateMismatchError"),
-        "order of urls": ({"urls": urls_in(folder / "first", "pipe:cat ")[::-1]}, "StateMismatchError"),
     }
     found = found_in(state, cases, "webdataset")
     # At the boundary no stream stands in a shard, so none is known.
     unknown = [name for name in cases if name.startswith("content") or name == "order of names"]
     check(found, cases, **(dict.fromkeys(unknown, "exact") if place == "at the boundary" else {}))
-    for name in ("nothing", "workers", "elsewhere", "written anew"):
-        assert found[name]["rest"] == rest, name
+    assert all(found[name]["rest"] == rest for name in ("nothing", "workers", "elsewhere", "written anew"))
     if place != "at the boundary":
         assert re.search(r"the beginning of pipe:cat .*changed/shard-000\d\.tar has", found["content"]["error"])
         assert len(found["content, gone on with"]["warnings"]) == 1
@@ -407,12 +380,12 @@ def test_streamed_shards_that_changed_are_told(place: str, folder: Path, tmp_pat
 def test_a_streams_shard_that_changed_is_told_before_its_batch(folder: Path, tmp_path: Path) -> None:
     """Streams take turns. Those before it give what they should."""
     shutil.copytree(folder / "first", tmp_path / "mixed")
-    state, rest = saved(4, urls_in(tmp_path / "mixed", "pipe:cat "))
+    state, rest = saved(4, urls_in(tmp_path / "mixed", PIPE))
     after: list[int] = []
     for shard in range(4):
         name = f"shard-{shard:04d}.tar"
         shutil.copyfile(folder / "changed" / name, tmp_path / "mixed" / name)
-        with make_webdataset(urls_in(tmp_path / "mixed", "pipe:cat ")) as loader:
+        with make_webdataset(urls_in(tmp_path / "mixed", PIPE)) as loader:
             loader.load_state_dict(state)
             got: list[int] = []
             with pytest.raises(StateMismatchError, match=name):
@@ -425,19 +398,19 @@ def test_a_streams_shard_that_changed_is_told_before_its_batch(folder: Path, tmp
             with pytest.raises(StateMismatchError, match=name):  # it comes again
                 next(iter(loader))
         shutil.copyfile(folder / "first" / name, tmp_path / "mixed" / name)
-        with make_webdataset(urls_in(tmp_path / "mixed", "pipe:cat ")) as loader:
+        with make_webdataset(urls_in(tmp_path / "mixed", PIPE)) as loader:
             loader.load_state_dict(stopped)
-            assert [label for batch in loader for label in labels_of(batch)] == rest[len(got) :]
+            assert flat(map(labels_of, loader)) == rest[len(got) :]
     assert sorted(after) == [0, 2, 4, 6]
 
 
 def test_a_state_without_marks_is_refused(folder: Path) -> None:
     """A mark that somebody took out would let changed shards pass."""
-    state, _ = saved(4, urls_in(folder / "first", "pipe:cat "))
+    state, _ = saved(4, urls_in(folder / "first", PIPE))
     part = json.loads(state["detail"])["part"]
     text = re.sub(r"(:\d+(?:\.\d+){5})\.\d+", r"\1", part[8:])
     assert text != part[8:]
     detail = json.dumps({"rank": 0, "part": seal_detail(text, 0, state)}, separators=(",", ":"))
     refused = pytest.raises(StateCorruptError, match="not from a streamed pipeline")
-    with make_webdataset(urls_in(folder / "changed", "pipe:cat ")) as loader, refused:
+    with make_webdataset(urls_in(folder / "changed", PIPE)) as loader, refused:
         loader.load_state_dict(midepoch.reseal({**state, "detail": detail}))

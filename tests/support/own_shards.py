@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import random
 import sys
@@ -30,6 +31,14 @@ class SharedEpoch:
         self._number.value = epoch
 
 
+def epoch_of(stage: Any) -> int:
+    """The shared one, or its next."""
+    if isinstance(stage.epoch, SharedEpoch):
+        return stage.epoch.number
+    stage.epoch += 1
+    return int(stage.epoch)
+
+
 def seed_here(epoch: int) -> int:
     """The worker's seed, moved by the epoch; outside of workers webdataset's own, of rank and worker."""
     info = get_worker_info()
@@ -51,17 +60,9 @@ class DrawnShards(IterableDataset[dict[str, str]]):
         self.epoch, self.rng = epoch, random.Random()
 
     def __iter__(self) -> Iterator[dict[str, str]]:
-        if isinstance(self.epoch, SharedEpoch):
-            epoch = self.epoch.number
-        else:
-            self.epoch += 1
-            epoch = self.epoch
-        self.rng.seed(seed_here(epoch))
+        self.rng.seed(seed_here(epoch_of(self)))
         for _ in range(self.nshards):
-            if self.weights is None:
-                yield {"url": self.rng.choice(self.urls)}
-            else:
-                yield {"url": self.rng.choices(self.urls, weights=self.weights, k=1)[0]}
+            yield {"url": self.rng.choices(self.urls, weights=self.weights)[0]}
 
 
 class RepeatedShards(IterableDataset[dict[str, str]]):
@@ -73,9 +74,7 @@ class RepeatedShards(IterableDataset[dict[str, str]]):
         self.urls = urls
 
     def __iter__(self) -> Iterator[dict[str, str]]:
-        while True:
-            for url in self.urls:
-                yield {"url": url}
+        return itertools.cycle({"url": url} for url in self.urls)
 
 
 class EpochShuffle(wds.PipelineStage):  # type: ignore[misc]  # webdataset has no types
@@ -87,11 +86,7 @@ class EpochShuffle(wds.PipelineStage):  # type: ignore[misc]  # webdataset has n
         self.bufsize, self.initial, self.seed, self.epoch = bufsize, initial, seed, epoch
 
     def run(self, source: Iterable[Any]) -> Iterator[Any]:
-        if isinstance(self.epoch, SharedEpoch):
-            epoch = self.epoch.number
-        else:
-            self.epoch += 1
-            epoch = self.epoch
+        epoch = epoch_of(self)
         generator = random.Random(seed_here(epoch) if self.seed < 0 else self.seed + epoch)
         shuffled: Iterator[Any] = _shuffle(source, self.bufsize, self.initial, generator)
         return shuffled

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 import midepoch
 from support.law_sources import log_read
+from support.law_sources import sample as drawn_for
 
 SEED = 7
 
@@ -103,10 +104,8 @@ class Reading:
         self.read_log, self.generator = read_log, np.random.default_rng(1)
 
     def __call__(self, sample: dict[str, Any]) -> torch.Tensor:
-        number = int(sample["cls"])
-        log_read(self.read_log, number)
-        drawn = (random.random(), np.random.rand(), float(torch.rand(())), self.generator.random())
-        return torch.tensor([number, *drawn, midepoch.sample_generator().random()], dtype=torch.float64)
+        log_read(self.read_log, number(sample))
+        return drawn_for(number(sample), self.generator)
 
 
 def identify(batch: torch.Tensor) -> list[int]:
