@@ -25,7 +25,7 @@ from midepoch.errors import SourceError, StateMismatchError
 from midepoch.errors import UnsupportedSourceError as Unsupported
 from midepoch.testing import check_resumable
 from support import dali_sources as sources
-from support.sources import every_place, flat
+from support.sources import every_place, flat, heads
 
 SIZE, BATCH = 16, 4
 
@@ -53,10 +53,9 @@ def fed(root: str) -> Any:
     return fn.cast(number, dtype=types.FLOAT), dali.random.uniform(shape=[2])
 
 
-def iterator(root: str, ours: bool = False, **options: Any) -> Any:
-    if ours:
-        return DALIGenericIterator([fed(root)], ["number", "drawn"])
-    return DALIGenericIterator([native(root, **options)], ["number", "drawn"], reader_name="Reader")
+def iterator(root: str, ours: bool = False, kind: Any = DALIGenericIterator, **options: Any) -> Any:
+    made = fed(root) if ours else native(root, **options)
+    return kind([made], ["number", "drawn"], **({} if ours else {"reader_name": "Reader"}))
 
 
 # --- objects around an iterator ---------------------------------------------------------------------------------------
@@ -78,23 +77,15 @@ class Reshapes:
         return self.batches()
 
 
-class ReadsAhead:
+class ReadsAhead(Reshapes):
     """As prefetchers to a device: it has always read one batch more than it has given."""
 
-    def __init__(self, inside: Any) -> None:
-        self.inside = inside
-
-    def __iter__(self) -> ReadsAhead:
-        self.batches = iter(self.inside)
-        self.following = next(self.batches, None)
-        return self
-
-    def __next__(self) -> Any:
-        batch = self.following
-        if batch is None:
-            raise StopIteration
-        self.following = next(self.batches, None)
-        return batch[0]["number"] + 0
+    def batches(self) -> Iterator[Any]:
+        batches = iter(self.inside)
+        following = next(batches, None)
+        while following is not None:
+            batch, following = following, next(batches, None)
+            yield batch[0]["number"] + 0
 
     def __len__(self) -> int:
         return len(self.inside)
@@ -150,13 +141,7 @@ class Yields(DALIGenericIterator):  # type: ignore[misc]
     """Makes something else of the batches in its __iter__."""
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in super().__iter__():
-            yield batch[0]["number"]
-
-
-def of_class(kind: Any, root: str, ours: bool) -> Any:
-    names = ["number", "drawn"]
-    return kind([fed(root)], names) if ours else kind([native(root)], names, reader_name="Reader")
+        return (batch[0]["number"] for batch in super().__iter__())
 
 
 @pytest.mark.parametrize("ours", [False, True])
@@ -164,47 +149,34 @@ def of_class(kind: Any, root: str, ours: bool) -> Any:
 def test_a_subclass_that_reads_in_its_own_way_is_refused(kind: Any, method: str, ours: bool, root: str) -> None:
     told = rf"{kind.__name__} has a {method} of its own.* move what is done with a batch to then=: midepoch.wrap\("
     with pytest.raises(Unsupported, match=told):
-        midepoch.wrap(of_class(kind, root, ours))
+        midepoch.wrap(iterator(root, ours, kind))
     with pytest.raises(Unsupported, match=told):
-        midepoch.wrap(Reshapes(of_class(kind, root, ours)), inside="inside")
+        midepoch.wrap(Reshapes(iterator(root, ours, kind)), inside="inside")
 
 
 # --- an epoch that a source ends --------------------------------------------------------------------------------------
 
 
-def numbered(info: Any) -> Any:
-    if info.idx_in_epoch >= 8:
-        raise StopIteration
-    return np.array([info.idx_in_epoch + 100 * info.epoch_idx])
-
-
-@pipeline_def(batch_size=BATCH, num_threads=1, device_id=None)
-def from_source() -> Any:
-    return fn.external_source(source=numbered, batch=False)
-
-
 @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, py_num_workers=1, py_start_method="fork")
-def from_workers() -> Any:
-    return fn.external_source(source=numbered, batch=False, parallel=True)
+def from_source(parallel: bool) -> Any:
+    return fn.external_source(source=sources.numbered, batch=False, parallel=parallel)
 
 
 RESETS = {"auto_reset": True}
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "options"),
-    [(from_source, RESETS), (from_source, {**RESETS, "prepare_first_batch": False}), (from_workers, {})],
-    ids=["resets itself", "prepares none", "reads in processes of DALI's"],
+    ("in_processes", "options"), [(False, RESETS), (False, {**RESETS, "prepare_first_batch": False}), (True, {})]
 )
-def test_a_factory_goes_on_at_every_place(pipeline: Any, options: dict[str, Any]) -> None:
+def test_a_factory_goes_on_at_every_place(in_processes: bool, options: dict[str, Any]) -> None:
     @dali.factory
     def make(checkpointing: dict[str, Any]) -> Any:
-        return DALIGenericIterator([pipeline(**checkpointing)], ["number"], **options)
+        return DALIGenericIterator([from_source(in_processes, **checkpointing)], ["number"], **options)
 
     with midepoch.wrap(make) as loader:
         epochs = [[int(batch[0]["number"][0]) for batch in loader] for _ in range(3)]
-    assert epochs == [[0, 4], [100, 104], [200, 204]]
-    assert len(every_cut(lambda: midepoch.wrap(make))) == 6
+    assert epochs == [[100 * epoch + first for first in range(0, 20, 4)] for epoch in range(3)]
+    assert len(every_cut(lambda: midepoch.wrap(make))) == 15
 
 
 # --- jax -------------------------------------------------------------------------------------------------------------
@@ -231,15 +203,8 @@ def test_a_reader_of_dynamic_mode_is_refused_with_the_line(root: str) -> None:
     def batches() -> Iterator[Any]:
         yield from reader.next_epoch(batch_size=BATCH)
 
-    class ReadsItsOwn:
-        def __init__(self) -> None:
-            self.reader = ndd.readers.Numpy(file_root=root)
-
-        def __iter__(self) -> Iterator[Any]:
-            yield from self.reader.next_epoch(batch_size=BATCH)
-
     of_reader = (reader, reader.next_epoch, functools.partial(reader.next_epoch, batch_size=BATCH))
-    for source in (batches, ReadsItsOwn(), lambda: reader.next_epoch(batch_size=BATCH), *of_reader):
+    for source in (batches, Reshapes(reader), lambda: reader.next_epoch(batch_size=BATCH), *of_reader):
         with pytest.raises(Unsupported, match=r"dynamic mode.* Wrap a function that makes the reader anew.*seed="):
             midepoch.wrap(source)
 
@@ -261,16 +226,15 @@ def test_a_function_that_makes_a_dynamic_reader_is_read_again(root: str) -> None
 
 
 def test_another_graph_or_world_is_refused_by_its_name(root: str) -> None:
-    with midepoch.wrap(iterator(root)) as loader:
-        next(iter(loader))
-        state = loader.state_dict()
-    with pytest.raises(StateMismatchError, match=r"graph differs: .*\(in Cast\)"):
-        midepoch.wrap(iterator(root, plus=2)).load_state_dict(state)
-    with pytest.raises(StateMismatchError, match=r"graph differs: .*\(in ArithmeticGenericOp\)"):
-        midepoch.wrap(iterator(root, shifted=True)).load_state_dict(state)
+    state = heads(lambda: midepoch.wrap(iterator(root)), 1)[1]
     cure = r"dali\.readers\.numpy\(\.\.\.\) of midepoch\.adapters in place of fn\.readers\.numpy.*, dali\.random in "
-    with pytest.raises(StateMismatchError, match=cure):
-        midepoch.wrap(iterator(root, shards=2), world=World(0, 2)).load_state_dict(state)
+    for world, other, told in (
+        (None, {"plus": 2}, r"graph differs: .*\(in Cast\)"),
+        (None, {"shifted": True}, r"graph differs: .*\(in ArithmeticGenericOp\)"),
+        (World(0, 2), {"shards": 2}, cure),
+    ):
+        with pytest.raises(StateMismatchError, match=told):
+            midepoch.wrap(iterator(root, **other), world=world).load_state_dict(state)
 
 
 def test_what_dali_cannot_build_with_checkpoints_is_refused(root: str) -> None:
