@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +55,8 @@ class Images:
         return np.asarray(image, dtype=np.uint8), index
 
 
-class Texts(Images):
-    """Bytes of different lengths, with their number."""
-
-    def __getitem__(self, index: int) -> tuple[npt.NDArray[np.uint8], int]:
-        return np.full(1 + (7 * index) % 23, index + 1, dtype=np.uint8), index
-
-
-class Arrays(Images):
-    """Arrays of one shape, with their number."""
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        return np.full(6, index, dtype=np.float32), index
-
-
-def write(path: Path, dataset: Images, fields: Mapping[str, Any]) -> Path:
-    writer = DatasetWriter(str(path), dict(fields), num_workers=1, page_size=1 << 21)
-    writer.from_indexed_dataset(dataset)
+def write(path: Path, dataset: Any, fields: dict[str, Any]) -> Path:
+    DatasetWriter(str(path), fields, num_workers=1, page_size=1 << 21).from_indexed_dataset(dataset)
     return path
 
 
@@ -96,34 +81,23 @@ def file(kind: str = "jpeg") -> str:
 
 
 def write_kind(kind: str, path: Path) -> None:
-    if kind == "jpeg":
-        image = RGBImageField(write_mode="jpg")
-        write(path, Images(SIZE, 16, varied=True), {"image": image, "label": IntField()})
-    elif kind == "text":
-        write(path, Texts(SIZE, 0), {"text": BytesField(), "label": IntField()})
-    elif kind == "arrays":
-        write(path, Arrays(SIZE, 0), {"array": NDArrayField(np.dtype("<f4"), (6,)), "label": IntField()})
-    elif kind == "pages":  # each image is half a page
-        write(path, Images(40, 590), {"image": RGBImageField(), "label": IntField()})
-    else:
-        dataset = Images(SIZE, 16, content=1 if kind == "other" else 0)
-        write(path, dataset, {"image": RGBImageField(), "label": IntField()})
+    texts = [(np.full(1 + (7 * index) % 23, index + 1, dtype=np.uint8), index) for index in range(SIZE)]
+    arrays = [(np.full(6, index, dtype=np.float32), index) for index in range(SIZE)]
+    found: tuple[Any, str, Any] = {
+        "jpeg": (Images(SIZE, 16, varied=True), "image", RGBImageField(write_mode="jpg")),
+        "text": (texts, "text", BytesField()),
+        "arrays": (arrays, "array", NDArrayField(np.dtype("<f4"), (6,))),
+        "pages": (Images(40, 590), "image", RGBImageField()),  # each image is half a page
+        "other": (Images(SIZE, 16, content=1), "image", RGBImageField()),
+        "raw": (Images(SIZE, 16), "image", RGBImageField()),
+    }[kind]
+    dataset, name, field = found
+    write(path, dataset, {name: field, "label": IntField()})
 
 
 def readme_pipelines() -> dict[str, Any]:
     """FFCV's readme, without its ToDevice."""
     image = [RandomResizedCropRGBImageDecoder((12, 12)), Cutout(3), ToTensor(), ToTorchImage()]
-    return {"image": image, "label": [IntDecoder(), ToTensor()]}
-
-
-def mixed_pipelines() -> dict[str, Any]:
-    image = [SimpleRGBImageDecoder(), ImageMixup(0.4, False), ToTensor()]
-    return {"image": image, "label": [IntDecoder(), LabelMixup(0.4, False), ToTensor()]}
-
-
-def light_pipelines() -> dict[str, Any]:
-    """One random operation, compiled in a third of the time that those take which draw arrays."""
-    image = [SimpleRGBImageDecoder(), RandomResizedCrop((0.5, 1.0), (0.75, 1.3), 12), ToTensor(), ToTorchImage()]
     return {"image": image, "label": [IntDecoder(), ToTensor()]}
 
 
@@ -133,9 +107,16 @@ def plain_pipelines() -> dict[str, Any]:
 
 PIPELINES: dict[str, Callable[[], dict[str, Any]]] = {
     "readme": readme_pipelines,
-    "light": light_pipelines,
-    "mixed": mixed_pipelines,
     "plain": plain_pipelines,
+    "mixed": lambda: {
+        "image": [SimpleRGBImageDecoder(), ImageMixup(0.4, False), ToTensor()],
+        "label": [IntDecoder(), LabelMixup(0.4, False), ToTensor()],
+    },
+    # One random operation, compiled in a third of the time that those take which draw arrays.
+    "light": lambda: {
+        "image": [SimpleRGBImageDecoder(), RandomResizedCrop((0.5, 1.0), (0.75, 1.3), 12), ToTensor(), ToTorchImage()],
+        "label": [IntDecoder(), ToTensor()],
+    },
 }
 
 
@@ -196,9 +177,7 @@ class Noise(Operation):  # type: ignore[misc]
 
 
 class UndeclaredNoise(Noise):
-    def generate_code(self) -> Callable[..., Any]:
-        code: Callable[..., Any] = super().generate_code()
-        return code
+    """The same, which nobody declares."""
 
 
 class Fails(Operation):  # type: ignore[misc]
