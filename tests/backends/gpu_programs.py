@@ -24,14 +24,19 @@ import midepoch
 from midepoch.testing import digest
 
 
+def square(number: int, height: int, width: int, side: int) -> np.ndarray[Any, Any]:
+    """A picture of so many colored squares."""
+    coarse = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
+    return np.kron(coarse, np.ones((side, side, 1), np.uint8))
+
+
 def write_images(folder: Path, count: int = 48) -> None:
     from PIL import Image
 
     for number in range(count):
         path = folder / "images" / str(number % 4) / f"{number:04}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        coarse = np.random.default_rng(number).integers(0, 256, (6 + number % 3, 8, 3), np.uint8)
-        Image.fromarray(np.kron(coarse, np.ones((12, 12, 1), np.uint8))).save(path, quality=90)
+        Image.fromarray(square(number, 6 + number % 3, 8, 12)).save(path, quality=90)
 
 
 # --- loaders ----------------------------------------------------------------------------------------------------------
@@ -75,22 +80,13 @@ def ffcv(folder: str, device: torch.device) -> Any:
     path = f"{folder}/images.beton"
     if not os.path.exists(path):  # noqa: PTH110
         writer = DatasetWriter(path, {"image": RGBImageField(write_mode="jpg"), "label": IntField()}, num_workers=1)
-        writer.from_indexed_dataset(Squares())
+        writer.from_indexed_dataset([(square(number, 4, 5, 16), number) for number in range(60)])
     cut = [RandomResizedCropRGBImageDecoder((24, 24)), RandomHorizontalFlip(), Cutout(8)]
     image = [*cut, ToTensor(), ToDevice(device, non_blocking=True), ToTorchImage()]
     label = [IntDecoder(), ToTensor(), ToDevice(device), Squeeze()]
     pipelines = {"image": image, "label": label}
     source = Loader(path, 8, num_workers=2, order=OrderOption.RANDOM, pipelines=pipelines, drop_last=False, seed=4)
     return midepoch.wrap(source, seed=4)
-
-
-class Squares:
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, number: int) -> tuple[np.ndarray[Any, Any], int]:
-        coarse = np.random.default_rng(number).integers(0, 256, (4, 5, 3), np.uint8)
-        return np.kron(coarse, np.ones((16, 16, 1), np.uint8)), number
 
 
 class Drawing(Dataset[tuple[torch.Tensor, int]]):
@@ -125,16 +121,12 @@ def loader(device: torch.device, workers: int = 0, **options: Any) -> Any:
     return midepoch.wrap(source, seed=3, **options)
 
 
-def mixed(folder: str, device: torch.device, workers: int) -> Any:
-    return loader(device, workers, then=Mixing(device))
-
-
 LOADERS: dict[str, Callable[[str, torch.device], Any]] = {
     "dali": functools.partial(dali, fed=False),
     "dali-fed": functools.partial(dali, fed=True),
     "ffcv": ffcv,
-    "then": functools.partial(mixed, workers=0),
-    "then-workers": functools.partial(mixed, workers=2),
+    "then": lambda folder, device: loader(device, then=Mixing(device)),
+    "then-workers": lambda folder, device: loader(device, 2, then=Mixing(device)),
 }
 
 

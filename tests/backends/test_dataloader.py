@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import warnings
 from collections import Counter
@@ -13,28 +14,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    Sampler,
-    TensorDataset,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
-from midepoch import (
-    MidepochError,
-    MidepochWarning,
-    ResumableSampler,
-    SourceError,
-    StateError,
-    UnsupportedSourceError,
-    World,
-)
+from midepoch import MidepochError, MidepochWarning, ResumableSampler, SourceError, StateError, World
+from midepoch import UnsupportedSourceError as Unsupported
 from midepoch.loader.loader import Loader
 from support import sources, wild_sources
 
@@ -46,13 +31,13 @@ SIZE = 22
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_iterator_of_a_loader_is_refused(kind: Any, data: Any, workers: int) -> None:
     iterator = iter(kind(data, 4, num_workers=workers))
-    with pytest.raises(UnsupportedSourceError, match=f"{type(iterator).__name__}.*wrap the DataLoader itself"):
+    with pytest.raises(Unsupported, match=f"{type(iterator).__name__}.*wrap the DataLoader itself"):
         midepoch.wrap(iterator, seed=0)
 
 
 def test_an_iterator_of_a_wrapped_loader_is_refused() -> None:
     loader = midepoch.wrap(DataLoader(sources.Noisy(SIZE), 4), seed=0)
-    with pytest.raises(UnsupportedSourceError, match="iterate the wrapped loader itself"):
+    with pytest.raises(Unsupported, match="iterate the wrapped loader itself"):
         midepoch.wrap(iter(loader))
     assert midepoch.wrap(loader) is loader
 
@@ -62,31 +47,26 @@ def of_the_design() -> Any:
     return sources.RandomIterableDataset(3, 20)
 
 
+NOISY, FETCHED = sources.Noisy(SIZE), sources.Fetched(SIZE)
 # Samplers and batch samplers of every kind are in test_transparent.
 LOADERS: dict[str, Callable[[], Any]] = {
     "the class of the design": of_the_design,
-    "the class of the design in a loader": lambda: DataLoader(of_the_design(), batch_size=4),
-    "the class of the design in workers": lambda: DataLoader(of_the_design(), batch_size=3, num_workers=2),
-    "shuffled": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, shuffle=True),
-    "batch sampler of an own sampler": lambda: DataLoader(
-        sources.Noisy(SIZE), batch_sampler=BatchSampler(sources.EverySecond(SIZE), 5, False)
+    "the class of the design in a loader": lambda: DataLoader(of_the_design(), 4),
+    "the class of the design in workers": lambda: DataLoader(of_the_design(), 3, num_workers=2),
+    "shuffled": sources.noisy_loader,
+    "batch sampler": lambda: DataLoader(NOISY, batch_sampler=BatchSampler(sources.EverySecond(SIZE), 5, False)),
+    "resumable sampler": lambda: DataLoader(NOISY, 4, sampler=ResumableSampler(SIZE, seed=3)),
+    "collate": lambda: sources.noisy_loader(collate_fn=sources.noisy_collate),
+    "getitems": lambda: DataLoader(FETCHED, 4, True),
+    "tensors": lambda: DataLoader(torch.utils.data.TensorDataset(torch.arange(SIZE)), 4, True),
+    "list": lambda: DataLoader(list(range(SIZE)), 4, True),  # type: ignore[arg-type]
+    "pinned": lambda: sources.noisy_loader(pin_memory=True),
+    "workers": lambda: sources.noisy_loader(num_workers=2, prefetch_factor=3),
+    "one worker, pinned": lambda: DataLoader(
+        NOISY, batch_sampler=sources.Buckets(SIZE), num_workers=1, pin_memory=True
     ),
-    "resumable sampler": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, sampler=ResumableSampler(SIZE, seed=3)),
-    "collate": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, shuffle=True, collate_fn=sources.noisy_collate),
-    "getitems": lambda: DataLoader(sources.Fetched(SIZE), batch_size=4, shuffle=True),
-    "tensors": lambda: DataLoader(TensorDataset(torch.arange(SIZE)), batch_size=4, shuffle=True),
-    "list": lambda: DataLoader(list(range(SIZE)), batch_size=4, shuffle=True),  # type: ignore[arg-type]
-    "pinned": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, shuffle=True, pin_memory=True),
-    "workers": lambda: DataLoader(sources.Noisy(SIZE), batch_size=4, shuffle=True, num_workers=2, prefetch_factor=3),
-    "one worker, own batch sampler, pinned": lambda: DataLoader(
-        sources.Noisy(SIZE), batch_sampler=sources.Buckets(SIZE), num_workers=1, pin_memory=True
-    ),
-    "persistent workers": lambda: DataLoader(
-        sources.Noisy(SIZE), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True, timeout=60
-    ),
-    "getitems and collate in workers": lambda: DataLoader(
-        sources.Fetched(SIZE), batch_size=4, shuffle=True, num_workers=2, collate_fn=sources.noisy_collate
-    ),
+    "persistent workers": lambda: sources.noisy_loader(num_workers=2, persistent_workers=True, timeout=60),
+    "getitems in workers": lambda: DataLoader(FETCHED, 4, True, num_workers=2, collate_fn=sources.noisy_collate),
 }
 
 
@@ -117,14 +97,10 @@ def test_workers_that_are_spawned_give_the_same() -> None:
 
 
 def test_worker_init_fn_sees_the_user_s_dataset() -> None:
-    source = DataLoader(
-        sources.Configured(6), batch_size=2, num_workers=2, worker_init_fn=sources.tell_the_dataset, collate_fn=list
-    )
-    with midepoch.wrap(source, seed=5) as loader:
-        assert sources.taken(loader) == [[[0, 7], [1, 7]], [[2, 7], [3, 7]], [[4, 7], [5, 7]]]
-    driven = DataLoader(Told(6), batch_size=2, num_workers=2, worker_init_fn=sources.tell_the_dataset, collate_fn=list)
-    with midepoch.wrap(driven, seed=5) as loader:
-        assert [sample for batch in sources.taken(loader) for sample in batch] == [7] * 6
+    settings: dict[str, Any] = {"num_workers": 2, "worker_init_fn": sources.tell_the_dataset, "collate_fn": list}
+    for dataset, expected in ((sources.Configured(6), [[index, 7] for index in range(6)]), (Told(6), [7] * 6)):
+        with midepoch.wrap(DataLoader(dataset, 2, **settings), seed=5) as loader:
+            assert sources.flat(sources.taken(loader)) == expected
 
 
 class Told(sources.Exposing):
@@ -139,7 +115,7 @@ class WorkerSeed(sources.Indices):
     """What code that seeds by worker sees."""
 
     def __getitem__(self, index: int) -> Any:
-        info = get_worker_info()
+        info = torch.utils.data.get_worker_info()
         assert info is not None
         return info.id, info.seed
 
@@ -183,11 +159,9 @@ def test_a_list_of_a_rank_that_fails_gives_its_full_batches() -> None:
 
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_a_sample_that_fills_an_epoch_up_is_the_first_again(batch_size: int | None) -> None:
-    ranks = [
-        sources.taken(midepoch.wrap(DataLoader(sources.Noisy(3), batch_size), seed=5, world=World(rank, 2)))
-        for rank in range(2)
-    ]
-    assert (ranks[1] if batch_size is None else ranks[1][0])[1] == (ranks[0] if batch_size is None else ranks[0][0])[0]
+    one, other = (midepoch.wrap(DataLoader(sources.Noisy(3), batch_size), seed=5, world=World(r, 2)) for r in range(2))
+    firsts, seconds = (list(map(torch.atleast_2d, loader)) for loader in (one, other))
+    assert torch.equal(torch.cat(seconds)[1], torch.cat(firsts)[0])
 
 
 def test_a_distributed_sampler_of_another_world_is_refused() -> None:
@@ -208,14 +182,11 @@ def test_a_resumable_sampler_alone() -> None:
 
     sampler = make()
     first, second = list(sampler), list(sampler)
-    assert sorted(first) == sorted(second) == list(range(700))
-    assert first != second
-    assert len(sampler) == 700
+    assert sorted(first) == sorted(second) == list(range(700)) and first != second and len(sampler) == 700
     for cut in (0, 1, 511, 512, 513, 699, 700):
         running = make()
         indices = iter(running)
-        for _ in range(cut):
-            next(indices)
+        assert list(itertools.islice(indices, cut)) == first[:cut]
         state = running.state_dict()
         assert (state["epoch"], state["position"]) == ((0, cut) if cut < 700 else (1, 0))
         fresh = make()
@@ -229,10 +200,8 @@ def test_a_resumable_sampler_alone() -> None:
 
 def test_resumable_samplers_share_the_indices() -> None:
     for drop_last in (False, True):
-        ranks = [
-            ResumableSampler(23, world=World(rank, 2), batch_size=4, drop_last=drop_last, shuffle=False)
-            for rank in range(2)
-        ]
+        options: dict[str, Any] = {"batch_size": 4, "drop_last": drop_last, "shuffle": False}
+        ranks = [ResumableSampler(23, world=World(rank, 2), **options) for rank in range(2)]
         given = [list(sampler) for sampler in ranks]
         assert [len(sampler) for sampler in ranks] == [len(each) for each in given]
         assert given[0][:8] == [0, 1, 2, 3, 8, 9, 10, 11]
@@ -240,12 +209,10 @@ def test_resumable_samplers_share_the_indices() -> None:
         assert ranks[0].state_dict() == ranks[1].state_dict()
 
 
-@pytest.mark.parametrize(
-    "keywords", [{"seed": -1}, {"seed": 1.5}, {"batch_size": 0}, {"size": -1}, {"shuffle": 7}], ids=str
-)
-def test_a_resumable_sampler_checks_its_arguments(keywords: dict[str, Any]) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        ResumableSampler(**{"size": 5, **keywords})
+def test_a_resumable_sampler_checks_its_arguments() -> None:
+    for wrong in ({"seed": -1}, {"seed": 1.5}, {"batch_size": 0}, {"size": -1}, {"shuffle": 7}):
+        with pytest.raises((ValueError, TypeError)):
+            ResumableSampler(**{"size": 5, **wrong})  # type: ignore[arg-type]
 
 
 # --- iterable datasets that expose samplers ---
@@ -285,17 +252,14 @@ def test_a_worker_that_raises_or_is_killed(persistent: bool, deadly: bool, tmp_p
     source = DataLoader(dataset, batch_size=4, shuffle=True, num_workers=2, persistent_workers=persistent)
     with midepoch.wrap(source, seed=5, on_error="retry") as loader:
         batches, got, state = iter(loader), [], loader.state_dict()
-        with pytest.raises(
-            RuntimeError, match="exited unexpectedly|killed" if deadly else f"sample {index} cannot be read"
-        ) as failure:
+        words = "exited unexpectedly|killed" if deadly else f"sample {index} cannot be read"
+        with pytest.raises(RuntimeError, match=words) as failure:
             for batch in batches:
                 got.append(sources.plain(batch))
                 state = loader.state_dict()
         assert isinstance(failure.value, SourceError) == deadly
-        assert loader.state_dict() == state
-        assert got == whole[: len(got)]
-        assert len(got) == 3 or deadly
-        assert state["position"] == 4 * len(got)
+        assert loader.state_dict() == state and state["position"] == 4 * len(got)
+        assert got == whole[: len(got)] and (len(got) == 3 or deadly)
         marker.unlink()
         assert sources.resumed(functools.partial(wrapped, "shuffled"), state) == whole[len(got) :]
         assert [sources.plain(batch) for batch in batches] == whole[len(got) :]
@@ -304,7 +268,7 @@ def test_a_worker_that_raises_or_is_killed(persistent: bool, deadly: bool, tmp_p
 def test_a_sampler_that_does_not_repeat_itself_is_named() -> None:
     source = DataLoader(sources.Indices(8), batch_size=2, sampler=sources.Forgetful(8))
     with pytest.raises(SourceError, match="Forgetful does not repeat itself"):
-        sources.taken(midepoch.wrap(source, seed=5))
+        next(iter(midepoch.wrap(source, seed=5)))
 
 
 class ByAttribute(Sampler[int]):
@@ -322,21 +286,21 @@ class ByAttribute(Sampler[int]):
         return 12
 
 
-@pytest.mark.parametrize("make", [ByAttribute, lambda salt=0: WeightedRandomSampler([1.0, 2.0, 3.0 + salt], 12)])
+def weighted(salt: int = 0) -> Sampler[int]:
+    return torch.utils.data.WeightedRandomSampler([1.0, 2.0, 3.0 + salt], 12)
+
+
+@pytest.mark.parametrize("make", [ByAttribute, weighted])
 def test_a_sampler_that_differs_is_told_at_the_beginning(make: Callable[..., Any]) -> None:
     def loader(salt: int = 0) -> Loader:
         return midepoch.wrap(DataLoader(range(12), 4, sampler=make(salt)), seed=0)  # type: ignore[arg-type]
 
-    whole = [[batch.tolist() for batch in each] for each in [loader()] for _ in range(2)]
     ended = loader()
     list(ended)
-    state = ended.state_dict()
+    state, following = ended.state_dict(), sources.taken(ended)
     assert (state["epoch"], state["position"]) == (1, 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MidepochWarning)
-        same = loader()
-        same.load_state_dict(state)
-        assert [batch.tolist() for batch in same] == whole[1]
+    with warnings.catch_warnings(action="error", category=MidepochWarning):
+        assert sources.resumed(loader, state) == following
     with pytest.warns(MidepochWarning, match="the list of epoch 0 differs.*differs between processes"):
         loader(1).load_state_dict(state)
 
@@ -375,8 +339,7 @@ def test_a_state_dict_of_torchs_own_dataloader_is_not_used(
     """As pytorch#166732 proposes."""
 
     def make() -> Any:
-        source = DataLoader(sources.Noisy(12), batch_size=4, shuffle=True, num_workers=workers)
-        return midepoch.wrap(source, seed=1)
+        return midepoch.wrap(sources.noisy_loader(12, num_workers=workers), seed=1)
 
     whole = [sources.plain(batch) for batch in make()]
     calls: list[Any] = []
