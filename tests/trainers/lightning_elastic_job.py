@@ -1,12 +1,13 @@
 """A Lightning job with the callback, one of several processes: each rank writes down what it was given, and draws.
 
-``python lightning_elastic_job.py FOLDER PHASE RANKS --kind mapped [--stop 4] [--checkpoint PATH] [--seed 1]``.
-It saves after step STOP, and ends two steps later.
+``python lightning_elastic_job.py FOLDER PHASE RANKS OPTIONS``, a JSON object with some of: the kind of the data; the
+step after which it saves, and two steps later ends; a checkpoint; a seed for the global generators, to which each rank
+adds its number.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ import midepoch
 from midepoch.trainers.lightning import ExactResume
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from lightning_runs import Recorder
+from lightning_runs import QUIET, Recorder
 
 from support import jobs
 
@@ -58,24 +59,16 @@ class SaveAndStop(lightning.Callback):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("phase")
-    parser.add_argument("ranks", type=int)
-    parser.add_argument("--kind", default="mapped")
-    parser.add_argument("--stop", type=int, default=-10)
-    parser.add_argument("--checkpoint", default=None)
-    parser.add_argument("--seed", type=int, default=0, help="of the global generators; each rank adds its number")
-    options = parser.parse_args()
-    torch.manual_seed(options.seed + int(os.environ["LOCAL_RANK"]))
-    path = options.folder / options.phase
+    folder, phase, ranks = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    options = {"kind": "mapped", "stop": -10, "checkpoint": None, "seed": 0, **json.loads(sys.argv[4])}
+    torch.manual_seed(options["seed"] + int(os.environ["LOCAL_RANK"]))
+    path = folder / phase
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=options.ranks, strategy="ddp" if options.ranks > 1 else "auto", max_epochs=2,
-        logger=False, default_root_dir=options.folder, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, callbacks=[SaveAndStop(path.with_suffix(".ckpt"), options.stop), ExactResume()],
+        **QUIET, devices=ranks, strategy="ddp" if ranks > 1 else "auto", max_epochs=2, default_root_dir=folder,
+        callbacks=[SaveAndStop(path.with_suffix(".ckpt"), options["stop"]), ExactResume()],
     )  # fmt: skip
-    loader = make(options.kind, options.ranks)
-    trainer.fit(Drawing(path), loader, ckpt_path=options.checkpoint, weights_only=False)
+    loader = make(options["kind"], ranks)
+    trainer.fit(Drawing(path), loader, ckpt_path=options["checkpoint"], weights_only=False)
 
 
 if __name__ == "__main__":

@@ -109,29 +109,21 @@ class Keeping(OnExceptionCheckpoint):
 Make = Callable[[], Any]
 
 
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "enable_checkpointing": False,
+}  # fmt: skip
+
+
 def fit(
-    log: list[Any],
-    train: Make,
-    validation: Make | None = None,
-    callbacks: tuple[Callback, ...] = (),
-    checkpoint: Path | None = None,
-    module: Callable[[list[Any]], Any] = Recorder,
-    exact: bool = True,
-    told: list[str] | None = None,
-    **settings: Any,
-) -> Any:
+    log: list[Any], train: Make, validation: Make | None = None, callbacks: tuple[Callback, ...] = (),
+    checkpoint: Path | None = None, module: Callable[[list[Any]], Any] = Recorder, exact: bool = True,
+    told: list[str] | None = None, **settings: Any,
+) -> Any:  # fmt: skip
     """Run a fit. What midepoch warns of is added to `told`; without one, it is an error."""
-    settings = {
-        "max_epochs": 3 if CHAOS else 2,
-        "limit_val_batches": 1.0 if validation else 0,
-        "enable_checkpointing": False,
-        "accelerator": "cpu",
-        **settings,
-    }
-    trainer = Trainer(
-        logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[*([ExactResume()] if exact else []), *callbacks], **settings,
-    )  # fmt: skip
+    epochs = {"max_epochs": 3 if CHAOS else 2, "limit_val_batches": 1.0 if validation else 0}
+    callbacks = (*([ExactResume()] if exact else []), *callbacks)
+    trainer = Trainer(**{**QUIET, **epochs, **settings}, callbacks=list(callbacks))
     with warnings.catch_warnings(record=told is not None) as caught:
         warnings.simplefilter("ignore")
         warnings.simplefilter("error" if told is None else "always", MidepochWarning)

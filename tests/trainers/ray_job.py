@@ -68,19 +68,15 @@ def train(settings: dict[str, Any]) -> None:
 
 def fit(folder: Path, workers: int | tuple[int, int], kill_at: int, stop_at: int, pause: float = 0.0) -> None:
     """One run of Ray's, under a name that it knows again."""
-    trainer = ray.train.torch.TorchTrainer(
-        train,
+    run = ray.train.RunConfig(
+        name="run", storage_path=str(folder / "storage"), failure_config=ray.train.FailureConfig(max_failures=3),
+        checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+    )  # fmt: skip
+    ray.train.torch.TorchTrainer(
+        train, run_config=run, torch_config=ray.train.torch.TorchConfig(backend="gloo"),
         train_loop_config={"folder": str(folder), "kill_at": kill_at, "stop_at": stop_at, "pause": pause},
-        torch_config=ray.train.torch.TorchConfig(backend="gloo"),
         scaling_config=ray.train.ScalingConfig(num_workers=workers, elastic_resize_monitor_interval_s=1),
-        run_config=ray.train.RunConfig(
-            name="run",
-            storage_path=str(folder / "storage"),
-            failure_config=ray.train.FailureConfig(max_failures=3),
-            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
-        ),
-    )
-    trainer.fit()
+    ).fit()  # fmt: skip
 
 
 def reached(folder: Path, workers: int, steps: int) -> bool:

@@ -39,9 +39,6 @@ def make(remember: int) -> midepoch.Loader:
 class Stream(sources.Counter):
     """A source with a state of its own, which may fail; a subclass knows its length."""
 
-    def __init__(self, bad: int = -1) -> None:
-        super().__init__(5, bad)
-
     def __iter__(self) -> Iterator[Any]:
         return (torch.tensor([[0.0, float(each)]]) for each in super().__iter__())
 
@@ -53,8 +50,8 @@ class Sized(Stream):
 
 SOURCES: dict[str, Callable[[int], Any]] = {
     "StatefulDataLoader": make,
-    "known length": lambda remember: midepoch.wrap(Sized(), remember=remember),
-    "unknown length": lambda remember: midepoch.wrap(Stream(), remember=remember and 2),
+    "known length": lambda remember: midepoch.wrap(Sized(5), remember=remember),
+    "unknown length": lambda remember: midepoch.wrap(Stream(5), remember=remember and 2),
 }
 
 
@@ -97,7 +94,7 @@ def test_lightning_with_a_source_that_fails(tmp_path: Path) -> None:
     """Its state is not known any more, unless it remembers; its error is raised all the same."""
 
     def make(bad: int, remember: int = 0) -> Any:
-        return midepoch.wrap(Sized(bad=bad), remember=remember)
+        return midepoch.wrap(Sized(5, bad), remember=remember)
 
     whole: list[Any] = []
     sound = functools.partial(make, -1)
@@ -121,9 +118,7 @@ class Validating(Recorder):
 
 @pytest.mark.parametrize("remember", [1, 0])
 def test_a_validation_that_raises(remember: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = functools.partial(
-        fit, train=mapped, validation=functools.partial(make, remember), module=Validating
-    )
+    run = functools.partial(fit, train=mapped, validation=functools.partial(make, remember), module=Validating)
     log, told, whole = list[Any](), list[str](), list[Any]()
     with pytest.raises(BadStepError):
         run(log, callbacks=(Keeping(tmp_path),), told=told, enable_checkpointing=True)
@@ -172,7 +167,7 @@ def test_a_snapshot_of_a_step_that_raises(remember: int, tmp_path: Path) -> None
 
 def test_a_snapshot_in_a_finally_clause_that_cannot_be_saved(tmp_path: Path) -> None:
     """The source has failed, and does not know where it was."""
-    snapshot = snapshot_of(tmp_path, loader := midepoch.wrap(Sized(bad=3)))
+    snapshot = snapshot_of(tmp_path, loader := midepoch.wrap(Sized(5, 3)))
     snapshot.save()
     before = snapshot.path.read_bytes()
     told = pytest.warns(MidepochWarning, match="was not saved after the RuntimeError, and the previous snapshot is un")
@@ -188,9 +183,8 @@ def test_a_snapshot_in_a_finally_clause_that_cannot_be_saved(tmp_path: Path) -> 
 
 
 def test_a_snapshot_of_batches_in_flight_is_refused(tmp_path: Path) -> None:
-    snapshot = snapshot_of(tmp_path, loader := midepoch.wrap(Sized()))
-    batches = iter(loader)
-    next(batches), next(batches)
+    snapshot = snapshot_of(tmp_path, loader := midepoch.wrap(Sized(5)))
+    sources.taken(loader, 2)
     with pytest.raises(SnapshotError, match="remember="):
         snapshot.save(in_flight=1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 from collections.abc import Iterable
 from pathlib import Path
@@ -181,51 +182,44 @@ class Reseeding(Drawing):
 # --- validation -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "hook",
-    # The start of a batch is the end of the one before, but for the first.
-    ["on_validation_batch_end", pytest.param("on_validation_batch_start", marks=pytest.mark.long), "on_validation_end"],
-)
+# The start of a batch is the end of the one before, but for the first.
+AT_START = pytest.param("on_validation_batch_start", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("hook", ["on_validation_batch_end", AT_START, "on_validation_end"])
 @pytest.mark.parametrize("kind", VALIDATION)
 def test_a_validation_that_was_interrupted(kind: str, hook: str, tmp_path: Path) -> None:
     count = check_cuts(tmp_path, hook, mapped, VALIDATION[kind], max_epochs=2, val_check_interval=2)
     assert count >= (4 if hook == "on_validation_end" else 9)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"val_check_interval": 0.5},
-        {"val_check_interval": 3, "check_val_every_n_epoch": None},
-        {"limit_val_batches": 2},
-        {"num_sanity_val_steps": 0},
-        {"check_val_every_n_epoch": 2},
-    ],
-    ids=str,
-)
+VALIDATED: list[dict[str, Any]] = [
+    {"val_check_interval": 0.5}, {"val_check_interval": 3, "check_val_every_n_epoch": None}, {"limit_val_batches": 2},
+    {"num_sanity_val_steps": 0}, {"check_val_every_n_epoch": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", VALIDATED, ids=str)
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end", "on_validation_end"])
 def test_validation_options(settings: dict[str, Any], hook: str, tmp_path: Path) -> None:
     check_cuts(tmp_path, hook, mapped, VALIDATION["two"], **settings)
 
 
+class Testing(Recorder):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+
+    predict_step = test_step
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_wrapped_loader_outside_of_fit(exact: bool) -> None:
-    class Model(Recorder):
-        def test_step(self, batch: Any, batch_idx: int) -> None:
-            self.log_of.append(plain(batch))
-
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log_of.append(plain(batch))
-
     expected = [plain(batch) for batch in mapped(6, 7)]
     for name in ("validate", "test", "predict"):
-        trainer = Trainer(
-            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-            enable_checkpointing=False, callbacks=[ExactResume()] if exact else [],
-        )  # fmt: skip
         log: list[Any] = []
-        getattr(trainer, name)(Model(log), mapped(6, 7))
-        assert [each[3] if name == "validate" else each for each in log] == expected, name
+        trainer = Trainer(**lightning_runs.QUIET, callbacks=[ExactResume()] if exact else [])
+        getattr(trainer, name)(Testing(log), mapped(6, 7))
+        assert [batch for *_, batch in log] == expected, name
 
 
 def test_a_checkpoint_after_a_validation_by_hand(tmp_path: Path) -> None:
@@ -239,12 +233,12 @@ def test_a_checkpoint_after_a_validation_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_validation_of_unwrapped_loaders_begins_anew(tmp_path: Path) -> None:
-    bare = lambda: DataLoader(Noisy(6, 7), batch_size=2)
+    run = functools.partial(fit, train=mapped, validation=lambda: DataLoader(Noisy(6, 7), batch_size=2))
     whole, log = list[Any](), list[Any]()
-    fit(whole, mapped, bare)
+    run(whole)
     with pytest.raises(Killed):
-        fit(log, mapped, bare, callbacks=(Saver("on_train_batch_end", 7, tmp_path / "a.ckpt"),))
-    fit(log, mapped, bare, checkpoint=tmp_path / "a.ckpt")
+        run(log, callbacks=(Saver("on_train_batch_end", 7, tmp_path / "a.ckpt"),))
+    run(log, checkpoint=tmp_path / "a.ckpt")
     assert [each for each in log if each[0] == "train"] == [each for each in whole if each[0] == "train"]
 
 
@@ -286,13 +280,13 @@ def test_other_loaders_are_refused(tmp_path: Path) -> None:
 Steps = list[Any]
 
 
-def job(folder: Path, phase: str, ranks: int, *options: str, after: str = "") -> tuple[Steps, list[list[float]]]:
+def job(folder: Path, phase: str, ranks: int, after: str = "", **options: Any) -> tuple[Steps, list[list[float]]]:
     """Start processes as torchrun does.
 
     Returns for each step Lightning's epoch and batch number, and the samples of all ranks; and what each rank drew.
     """
-    where = ["--checkpoint", str(folder / f"{after}.ckpt")] if after else []
-    command = [elastic_job.__file__, str(folder), phase, str(ranks), *options, *where]
+    options |= {"checkpoint": str(folder / f"{after}.ckpt")} if after else {}
+    command = [elastic_job.__file__, str(folder), phase, str(ranks), json.dumps(options)]
     started = jobs.ranks(command, ranks, modules=forking.IMPORTED)
     printed = [process.communicate(timeout=180)[1] for process in started]
     assert not any(process.returncode for process in started), printed
@@ -303,10 +297,10 @@ def job(folder: Path, phase: str, ranks: int, *options: str, after: str = "") ->
 
 
 def test_another_number_of_processes(tmp_path: Path) -> None:
-    two, drawn = job(tmp_path, "two", 2, "--stop", "3")
-    same, again = job(tmp_path, "same", 2, "--stop", "5", "--seed", "7", after="two")
+    two, drawn = job(tmp_path, "two", 2, stop=3)
+    same, again = job(tmp_path, "same", 2, stop=5, seed=7, after="two")
     assert [each[3:] for each in drawn] == [each[:2] for each in again], "each rank has its own generators back"
-    three, _ = job(tmp_path, "three", 3, "--stop", "8", after="same")
+    three, _ = job(tmp_path, "three", 3, stop=8, after="same")
     one, _ = job(tmp_path, "one", 1, after="three")
     assert [len(part) for part in (two, same, three, one)] == [5, 4, 5, 4]
     loader = elastic_job.make("mapped", 1)
@@ -315,18 +309,14 @@ def test_another_number_of_processes(tmp_path: Path) -> None:
     assert two == whole[:5] and same == whole[3:7] and three == whole[5:10] and one == whole[8:]
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks", "begins"),
-    # Of 72 samples 48 are done, which is eight batches of six.
-    [("stream", 3, [(0, 4), (0, 5)]), ("smaller", 1, [(0, 8), (0, 9), (0, 10), (0, 11)])],
-)
+# Of 72 samples 48 are done, which is eight batches of six.
+@pytest.mark.parametrize(("kind", "ranks", "done", "batches"), [("stream", 3, 4, 6), ("smaller", 1, 8, 12)])
 def test_somebodys_iterable_and_another_global_batch(
-    kind: str, ranks: int, begins: list[tuple[int, int]], tmp_path: Path
+    kind: str, ranks: int, done: int, batches: int, tmp_path: Path
 ) -> None:
-    first, _ = job(tmp_path, "two", 2, "--kind", kind, "--stop", "4")
-    second, _ = job(tmp_path, "other", ranks, "--kind", kind, after="two")
-    batches = begins[-1][1] + 1
-    assert [tuple(step[:2]) for step in second] == [*begins, *((1, number) for number in range(batches))]
+    first, _ = job(tmp_path, "two", 2, kind=kind, stop=4)
+    second, _ = job(tmp_path, "other", ranks, kind=kind, after="two")
+    assert [step[:2] for step in second] == [[each // batches, each % batches] for each in range(done, 2 * batches)]
     steps = [*first[:4], *second]
     for epoch in (0, 1):
         samples = sorted(sample[0] for step in steps if step[0] == epoch for sample in step[2])

@@ -5,7 +5,6 @@ Real lighthouses, Managers and kills; `torchft_kills.py` has the jobs, `torchft_
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import logging
@@ -19,6 +18,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -72,44 +72,37 @@ def test_killed_groups_lose_and_repeat_no_sample(dead: int, seed: int, job: dict
     assert outcome.outages >= 1 if "outages" in job else outcome.kills.total() >= 1
 
 
-class Example:
-    """The example of one group. Its output is read all the time: torchft says more than a pipe holds."""
+def example(folder: Path, group: int, address: str) -> tuple[forking.Program, list[str], threading.Thread]:
+    """The example of one group, and its lines, which are read all the time: torchft says more than a pipe holds."""
+    own = {"TORCHFT_LIGHTHOUSE": address, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    program = forking.Program(
+        [ROOT / "examples" / "torchft_groups.py", folder, str(group)], env={**os.environ, **own}, modules=kills.MODULES,
+        merged=True,
+    )  # fmt: skip
+    lines: list[str] = []
 
-    def __init__(self, folder: Path, group: int, address: str) -> None:
-        script = ROOT / "examples" / "torchft_groups.py"
-        own = {"TORCHFT_LIGHTHOUSE": address, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        self.program = forking.Program(
-            [script, folder, str(group)], env={**os.environ, **own}, modules=kills.MODULES, merged=True
-        )
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
+    def read() -> None:
+        for line in program.stdout:
+            lines.append(line)
 
-    def _read(self) -> None:
-        for line in self.program.stdout:
-            self.lines.append(line)
-
-    def said(self, pattern: str) -> bool:
-        return any(re.search(pattern, line) for line in self.lines)
-
-    def wait(self) -> int:
-        status = self.program.wait(300)
-        self._reader.join()
-        return status
+    reader = threading.Thread(target=read)
+    reader.start()
+    return program, lines, reader
 
 
 def test_the_example_is_killed_and_goes_on(tmp_path: Path) -> None:
     # The survivor does not train to the end alone while the other starts, however long that takes: until the killed
     # group counts as dead, a quorum is two of the three.
     with kills.lighthouse(silence=100_000) as address:
-        groups = [Example(tmp_path, group, address) for group in range(2)]
+        (survivor, told, _), (killed, lines, _) = (example(tmp_path, group, address) for group in range(2))
         # Not one step by its number: in the step in which a group joins, the other one counts alone.
-        jobs.wait_for(lambda: groups[1].said(r"step ([5-9]|\d\d+) of 2 groups"), groups[1].program)
-        groups[1].program.kill()
-        groups[1].wait()
-        groups.append(Example(tmp_path, 1, address))
-        assert [groups[number].wait() for number in (0, 2)] == [0, 0], groups[0].lines[-20:]
-    assert groups[2].said("of 2 groups")
+        jobs.wait_for(lambda: re.search(r"step ([5-9]|\d\d+) of 2 groups", "".join(lines)), killed)
+        killed.kill()
+        killed.wait()
+        back, lines, reader = example(tmp_path, 1, address)
+        assert [survivor.wait(), back.wait()] == [0, 0], told[-20:]
+    reader.join()
+    assert "of 2 groups" in "".join(lines)
     state = torch.load(tmp_path / "saved.pt")
     # 57 steps of both groups alone would be all; steps of one are more. Saved at each tenth, which may be the last.
     assert state["manager"]["step"] >= 50
@@ -123,12 +116,11 @@ def test_a_program_in_the_shape_of_train_ddp(tmp_path: Path) -> None:
         for group in range(2):
             stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
             own = {
-                "TORCHFT_LIGHTHOUSE": address, "REPLICA_GROUP_ID": str(group), "RANK": "0", "WORLD_SIZE": "1",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stores[-1].port), "OMP_NUM_THREADS": "1",
+                **os.environ, "TORCHFT_LIGHTHOUSE": address, "REPLICA_GROUP_ID": str(group), "RANK": "0",
+                "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stores[-1].port),
+                "OMP_NUM_THREADS": "1",
             }  # fmt: skip
-            groups.append(
-                forking.Program([script], cwd=tmp_path, env={**os.environ, **own}, modules=kills.MODULES, merged=True)
-            )
+            groups.append(forking.Program([script], cwd=tmp_path, env=own, modules=kills.MODULES, merged=True))
         said = [each.communicate(100)[0] for each in groups]
     assert [each.wait() for each in groups] == [0, 0], said[0][-3000:]
     first, second = (torch.load(tmp_path / f"model_{group}.pt") for group in range(2))
@@ -210,32 +202,24 @@ def wrapped(size: int = 20, batch: int = 4, drop_last: bool = False, **options: 
     return midepoch.wrap(source, **settings)
 
 
-def _note(begun: list[int], start_quorum: Any) -> None:
-    begun.append(1)
-    start_quorum()
-
-
 def test_the_feed_begins_quorums_and_counts_votes(managers: Managers) -> None:
     for asynchronous in (False, True):
         manager = managers(use_async_quorum=asynchronous, init_sync=asynchronous)
-        begun: list[int] = []
-        manager.start_quorum = functools.partial(_note, begun, manager.start_quorum)
+        begun = manager.start_quorum = mock.Mock(side_effect=manager.start_quorum)
         batches = feed(manager, wrapped())
         optimizer = OptimizerWrapper(manager, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
         seen = []
         for batch in batches:
             optimizer.zero_grad()
             optimizer.zero_grad()
-            seen.append((batch.tolist(), batches.weight, len(begun), batches.position))
+            seen.append((batch.tolist()[0], batches.weight, begun.call_count, batches.position))
             if len(seen) in (2, 3):
                 manager.report_error(RuntimeError("a link broke"))
             optimizer.step()
             manager.start_quorum()
         # The second step failed twice: it is given again, and counts once.
-        assert [row[0][0] for row in seen] == [0, 4, 4, 4, 8, 12, 16]
-        assert [row[1] for row in seen] == [1.0] * 7
-        assert [row[2] for row in seen] == list(range(1, 8))
-        assert [row[3] for row in seen] == [0, 4, 4, 4, 8, 12, 16]
+        firsts = [0, 4, 4, 4, 8, 12, 16]
+        assert seen == list(zip(firsts, [1.0] * 7, range(1, 8), firsts, strict=True))
         assert (batches.epoch, batches.position, manager.current_step()) == (1, 0, 5)
         assert [batch.tolist() for batch in itertools.islice(batches, 1)] == [[0, 1, 2, 3]]
         manager.shutdown(wait=False)
@@ -368,22 +352,18 @@ def test_spares_follow_and_do_not_count(pair: Managers) -> None:
 @pytest.mark.parametrize("differs", ["place", "batch size", "world", "place in one group"])
 def test_other_places_are_told_before_anything_is_trained(pair: Managers, managers: Managers, differs: str) -> None:
     within = differs == "place in one group"
-    loaders = [wrapped(), wrapped(batch=5 if differs == "batch size" else 4)]
-    if differs == "world":
-        loaders[1] = wrapped(world=World(0, 2))
-    if within:
-        loaders = [wrapped(world=World(rank, 2)) for rank in range(2)]
+    world = World(0, 2) if differs == "world" else World()
+    other = wrapped(batch=5 if differs == "batch size" else 4, world=world)
+    loaders = [wrapped(world=World(rank, 2)) for rank in range(2)] if within else [wrapped(), other]
     if "place" in differs:
         loaders[0].seek(position=4)
     groups = Groups(managers.group() if within else pair.several(2), loaders)
-    before = [(state["epoch"], state["position"]) for state in (each.state_dict() for each in groups.feeds)]
+    before = [(each.epoch, each.position) for each in groups.feeds]
     groups.train(1, fails=True)
     assert [type(error) for error in groups.errors] == [MidepochError] * 2
     who = "processes of this group" if within else "groups"
     assert all(f"the {who} do not stand at one place" in str(error) for error in groups.errors)
-    # Not the whole states: which world the quorum found first is a race, and a state only informs of it.
-    assert [(state["epoch"], state["position"]) for state in (each.state_dict() for each in groups.feeds)] == before
-    assert groups.rows == [[], []]
+    assert [(each.epoch, each.position) for each in groups.feeds] == before and groups.rows == [[], []]
 
 
 def test_the_place_and_weights_of_an_older_step_are_refused(managers: Managers) -> None:

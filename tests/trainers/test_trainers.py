@@ -10,9 +10,9 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,11 +35,6 @@ def make(size: int = 22, batch_size: int = 2) -> midepoch.Loader:
     return midepoch.wrap(DataLoader(jobs.Rows(size), batch_size=batch_size, shuffle=True), seed=3)
 
 
-def whole(epochs: int = 2, **settings: Any) -> list[Any]:
-    loader = make(**settings)
-    return [batch["x"].tolist() for _ in range(epochs) for batch in loader]
-
-
 def rest(loader: midepoch.Loader, epochs: int = 2) -> list[Any]:
     found: list[Any] = []
     while loader.epoch < epochs:
@@ -47,23 +42,18 @@ def rest(loader: midepoch.Loader, epochs: int = 2) -> list[Any]:
     return found
 
 
+def whole(epochs: int = 2, **settings: Any) -> list[Any]:
+    return rest(make(**settings), epochs)
+
+
 def head(loader: midepoch.Loader, batches: int) -> list[Any]:
     endless = (batch for _ in itertools.count() for batch in loader)
     return [batch["x"].tolist() for batch in itertools.islice(endless, batches)]
 
 
-# --- one line each ----------------------------------------------------------------------------------------------------
+# --- torch's distributed checkpoint -----------------------------------------------------------------------------------
 
-
-Carry = Callable[[Path, midepoch.Loader, midepoch.Loader], Any]
-
-
-def by_distributed_checkpoint(folder: Path, loader: midepoch.Loader, resumed: midepoch.Loader) -> None:
-    dcp.save({"loader": loader}, checkpoint_id=str(folder / "checkpoint"))
-    dcp.load({"loader": resumed}, checkpoint_id=str(folder / "checkpoint"))
-
-
-def by_dcp_in_the_background(folder: Path, loader: midepoch.Loader, resumed: midepoch.Loader) -> None:
+def saved_in_the_background(folder: Path, loader: midepoch.Loader) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     try:
         saving = dcp.async_save({"loader": loader}, checkpoint_id=str(folder / "checkpoint"))
@@ -71,15 +61,18 @@ def by_dcp_in_the_background(folder: Path, loader: midepoch.Loader, resumed: mid
         saving.result()
     finally:
         torch.distributed.destroy_process_group()
-    dcp.load({"loader": resumed}, checkpoint_id=str(folder / "checkpoint"))
 
 
 @pytest.mark.parametrize("cut", [0, 1, 11, 14])
-@pytest.mark.parametrize("by", [by_distributed_checkpoint, by_dcp_in_the_background])
-def test_one_line_each(by: Carry, cut: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_the_background", [False, True])
+def test_distributed_checkpoint(in_the_background: bool, cut: int, tmp_path: Path) -> None:
     loader, resumed = make(), make()
     before = head(loader, cut)
-    by(tmp_path, loader, resumed)
+    if in_the_background:
+        saved_in_the_background(tmp_path, loader)
+    else:
+        dcp.save({"loader": loader}, checkpoint_id=str(tmp_path / "checkpoint"))
+    dcp.load({"loader": resumed}, checkpoint_id=str(tmp_path / "checkpoint"))
     assert before + rest(resumed) == whole()
 
 
@@ -122,13 +115,12 @@ def run_apart(trainer: str, job: str, folder: Path, processes: int | None, *argu
 
 @pytest.mark.parametrize("trainer", ["composer", "ray", "torchtitan"])
 def test_examples_are_killed_and_go_on(trainer: str, tmp_path: Path) -> None:
-    names = {"composer": "composer_trainer.py", "ray": "ray_train.py", "torchtitan": "torchtitan_feed.py"}
-    options = {"composer": ["--import", "cpu_torchvision"], "ray": ["--kill-after", "14"]}  # of two workers
-    example = str(EXAMPLES / names[trainer])
-    killed = [example, "--in-a-save", *options.get(trainer, [])]
+    name = {"composer": "composer_trainer.py", "ray": "ray_train.py", "torchtitan": "torchtitan_feed.py"}[trainer]
+    options = {"composer": ["--import", "cpu_torchvision"], "ray": ["--kill-after", "14"]}.get(trainer, [])
+    killed = [str(EXAMPLES / name), "--in-a-save", *options]  # the batches are those of two workers
     output = run_apart(trainer, "../support/kill_examples.py", tmp_path, None, *killed)
     # Ray's controller learns of a checkpoint some time after it was reported.
-    assert_went_on(trainer, behind=3 if trainer == "ray" else 0, **json.loads(output)[names[trainer]])
+    assert_went_on(trainer, behind=3 if trainer == "ray" else 0, **json.loads(output)[name])
 
 
 def test_composer_cut_at_every_batch(tmp_path: Path) -> None:
@@ -225,9 +217,8 @@ def test_in_process_restarts(options: dict[str, Any], faults: list[Any], dead: l
 def test_an_in_process_restart_without_a_state_ends_the_job(tmp_path: Path) -> None:
     statuses = restarts(tmp_path, 2, faults=[(0, 1, 4, "raise")], forgets=True)
     assert statuses == [1, 1]
-    assert "started again (restart 1), so the weights went back, but this loader did not" in (
-        tmp_path / "said-0"
-    ).read_text()
+    told = "started again (restart 1), so the weights went back, but this loader did not"
+    assert told in (tmp_path / "said-0").read_text()
     assert not list(tmp_path.glob("log-*-2-*"))  # not a restart without end
 
 
@@ -272,12 +263,7 @@ def test_feed_of_in_process_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    finalized: list[Any] = []
-
-    def finalize(state: Any) -> Any:
-        finalized.append(state)
-        return state
-
+    finalize = mock.Mock(side_effect=lambda state: state)
     wrapper = types.SimpleNamespace(finalize=finalize)
     call: Any = types.SimpleNamespace(iteration=0, wrapper=wrapper)
     others = set(multiprocessing.active_children())
@@ -288,8 +274,7 @@ def test_feed_of_in_process_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     state = loader.state_dict()
     workers = set(multiprocessing.active_children()) - others
     assert len(workers) == 1
-    assert wrapper.finalize("state") == "state"
-    assert finalized == ["state"]
+    assert wrapper.finalize("state") == "state" and finalize.call_count == 1
     assert not workers & set(multiprocessing.active_children())
 
     monkeypatch.setenv("RANK", "0")
@@ -300,8 +285,7 @@ def test_feed_of_in_process_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
         next(iter(loader))
     loader.load_state_dict(state)
     assert next(iter(loader))["x"][0, 0] == 3
-    assert wrapper.finalize("state") == "state"
-    assert finalized == ["state", "state"]  # not once for each start
+    assert wrapper.finalize("state") == "state" and finalize.call_count == 2  # not once for each start
 
     call.iteration = 2
     feed(call, loader, world=midepoch.World())  # as of a mesh with two ranks in it that get the same batches

@@ -106,16 +106,16 @@ class Death:
 
 def group_store(job: Job) -> TCPStore:
     """The group's store. It is in the first rank, on a port that the system gives it."""
-    told, timeout = Path(job.store), timedelta(seconds=20)
+    told, options = Path(job.store), dict[str, Any](wait_for_workers=False, timeout=timedelta(seconds=20))
     if not job.rank:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        store = TCPStore("127.0.0.1", 0, is_master=True, **options)
         jobs.note(told, store.port)
         return store
-    until = time.monotonic() + timeout.total_seconds()
+    until = time.monotonic() + 20
     while not jobs.noted(told) and time.monotonic() < until:
         time.sleep(0.005)
     (port,) = jobs.noted(told)
-    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return TCPStore("127.0.0.1", port, is_master=False, **options)
 
 
 def train(job: Job) -> None:
@@ -164,12 +164,6 @@ def train(job: Job) -> None:
         who = manager.participating_rank(), manager.num_participants()
         jobs.note(log, [manager.current_step(), done, who, [place["epoch"], place["position"]], time.time()])
     torch.save({"counts": counts.detach(), "wrong": wrong}, folder / f"counts-{job.group}-{job.rank}.pt")
-
-
-def _save(path: Path, state: Any) -> None:
-    draft = path.with_suffix(f".{os.getpid()}")
-    torch.save(state, draft)
-    draft.replace(path)
 
 
 Steps = Iterator[tuple[torch.Tensor, Callable[[], Any]]]
@@ -221,7 +215,8 @@ def _sampled(job: Job, manager: Manager, optimizer: Any, death: Death) -> Steps:
         gradient[ids] += 1
         yield gradient, functools.partial(dict, epoch=0, position=number)
         if job.rank == 0:  # the loaders of a group count alike
-            _save(kept, loader.state_dict())
+            torch.save(loader.state_dict(), draft := kept.with_suffix(f".{os.getpid()}"))
+            draft.replace(kept)
 
 
 def _watch(batches: Feed, death: Death) -> None:

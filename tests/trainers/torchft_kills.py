@@ -178,16 +178,12 @@ def run_job(
     def plan(joins: bool) -> tuple[int | None, Any] | None:
         """For a group that is launched: whether it will die, where and when."""
         nonlocal planned
-        if planned >= kills:
-            return None
         open_to = [each for each in points if joins or each != "healing"]
-        if not open_to or (not joins and chance.random() < 0.4):
+        if planned >= kills or not open_to or (not joins and chance.random() < 0.4):
             return None
         planned += 1
         point = chance.choice(open_to)
-        count = 1 if point in ("healing", "first quorum") else chance.randint(settle, settle + 6)
-        if point == "sending":
-            count = 1
+        count = 1 if point in ("healing", "first quorum", "sending") else chance.randint(settle, settle + 6)
         return (chance.choice([None, *range(ranks)]) if ranks > 1 else None), (point, count)
 
     server = MortalLighthouse()

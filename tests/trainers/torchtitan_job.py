@@ -24,14 +24,10 @@ SIZE, GLOBAL_BATCH, LENGTH = 60, 6, 16
 
 vars(torch._utils)["_get_available_device_type"] = lambda: "cpu"
 vars(torch.cpu).update(
-    get_device_name=lambda device: "CPU",
-    current_device=lambda: 0,
-    device_count=lambda: 8,
+    get_device_name=lambda device: "CPU", current_device=lambda: 0, device_count=lambda: 8,
     get_device_properties=lambda device: types.SimpleNamespace(total_memory=2**30, name="CPU"),
-    reset_peak_memory_stats=lambda: None,
-    empty_cache=lambda: None,
-    memory_stats=lambda device: {},
-)
+    reset_peak_memory_stats=lambda: None, empty_cache=lambda: None, memory_stats=lambda device: {},
+)  # fmt: skip
 vars(torch.distributed).setdefault("set_timeout", lambda timeout, group: None)  # of a torch to come
 
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
