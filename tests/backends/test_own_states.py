@@ -35,18 +35,12 @@ from support.sources import Counter
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 
-NEEDED = {
-    "torchdata StatefulDataLoader": "torchdata",
-    "Hugging Face IterableDataset": "datasets",
-    "Hugging Face IterableDataset with a shuffle buffer": "datasets",
-    "Grain DataLoader": "grain",
-    "Grain IterDataset": "grain",
-    "LitData StreamingDataLoader": "litdata",
-}
+def need(package: str) -> None:
+    pytest.importorskip(package, reason=f"{package} is not installed (pip install midepoch[{package}])")
 
 
 def made(name: str) -> Callable[..., Loader]:
-    pytest.importorskip(NEEDED[name], reason=f"{NEEDED[name]} is not installed (pip install midepoch[{NEEDED[name]}])")
+    need("datasets" if name.startswith("Hugging Face") else name.split()[0].lower())
     make: Callable[..., Loader] = own.WRAPPED[name]
     return make
 
@@ -128,14 +122,11 @@ CURES: dict[str, tuple[str, Callable[[], Any], str, Callable[[], Any], dict[str,
 @pytest.mark.parametrize("name", CURES)
 def test_what_is_said_to_write_instead_is_exact(name: str) -> None:
     package, told, words, cure, options = CURES[name]
-    pytest.importorskip(package, reason=f"{package} is not installed (pip install midepoch[{package}])")
+    need(package)
     said = wrap(told(), seed=1).capabilities.exact_augmentations
     assert not said and re.search(words, said.reason)
 
-    def make() -> Loader:
-        return wrap(cure(), seed=1, **options)
-
-    sources.every_place(make, (1, 2), epochs=1, read=repr)
+    sources.every_place(lambda: wrap(cure(), seed=1, **options), (1, 2), epochs=1, read=repr)
 
 
 # --- tried, not believed ---
@@ -196,14 +187,12 @@ class Silent(own.Stream):
 
 
 def test_a_save_does_not_fail_of_the_batch_behind_it() -> None:
-    loader = wrap(Counter(bad=1))
-    batches = iter(loader)
+    batches = iter(loader := wrap(Counter(bad=1)))
     next(batches)
     state = loader.state_dict()
-    assert loader.state_dict() == state
+    assert loader.state_dict() == state and (state["epoch"], state["position"]) == (0, 1)
     with pytest.raises(RuntimeError, match="the disk is gone"):
         next(batches)
-    assert (state["epoch"], state["position"]) == (0, 1)
 
 
 class FailsOnce(Counter):
@@ -327,7 +316,7 @@ class TestGrainElastic(_OnRanks):
 
     @classmethod
     def setup_class(cls) -> None:
-        pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
+        need("grain")
 
 
 BEGINNINGS: dict[str, Callable[[], Loader]] = {
@@ -373,7 +362,7 @@ def test_an_epoch_behind_one_that_was_left(name: str) -> None:
 
 
 def grain_elastic(rank: int = 0, world_size: int = 1, *, together: int = 6, size: int = 41) -> Loader:
-    pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
+    need("grain")
     return wrap(own.grain_elastic(rank, world_size, together, size), world=midepoch.World(rank, world_size))
 
 
@@ -439,9 +428,7 @@ def test_litdatas_settings_are_compared_at_the_load() -> None:
         dataset = litdata.StreamingDataset(own.written_by_litdata(own.SIZE), **settings)
         return wrap(litdata.StreamingDataLoader(dataset, batch_size=2), seed=1)
 
-    loader = make()
-    taken(loader, 2)
-    state = loader.state_dict()
+    state = sources.heads(make, 2)[1]
     for name, value in (("shuffle", False), ("seed", 2), ("drop_last", False)):
         with pytest.raises(StateError, match=rf"{name} differs: .*this StreamingDataset has {value}.*{name}="):
             make(**{name: value}).load_state_dict(state)
@@ -471,13 +458,9 @@ class SkipsInALoader(Skips, IterableDataset[Any]):
 )
 def test_a_state_beyond_the_end_of_a_source_is_refused(made_of: Any) -> None:
     state = sources.heads(lambda: wrap(made_of(40)), 6)[1]
-    resumed = wrap(made_of(40))
-    resumed.load_state_dict(state)
-    assert len(list(resumed)) == len(list(wrap(made_of(40)))) - 6
-    shorter = wrap(made_of(3))
-    shorter.load_state_dict(state)
+    assert len(sources.resumed(lambda: wrap(made_of(40)), state)) == len(list(wrap(made_of(40)))) - 6
     with pytest.raises(StateError, match=r"refused its own state \(StopIteration"):
-        list(shorter)
+        sources.resumed(lambda: wrap(made_of(3)), state)
 
 
 # --- streams in a DataLoader ---
@@ -548,13 +531,11 @@ def test_a_state_in_workers_is_a_replay_that_names_the_cure(kind: Any, said: int
     def make() -> Loader:
         return wrap(kind(Counting(), 3, num_workers=1), seed=1)
 
-    with make() as loader:
-        given = taken(loader, 2)
-        state = loader.state_dict()
-    with warnings.catch_warnings(record=True) as told, make() as resumed:
+    given, state = sources.heads(make, 2)
+    with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        resumed.load_state_dict(state)
-        assert sources.flat([*given, *taken(resumed)]) == list(range(20))
+        given += sources.resumed(make, state)
+    assert [sample[0] for sample in sources.flat(given)] == list(range(20))
     cure = "torchdata's StatefulDataLoader in place of the DataLoader carries it, without random numbers"
     assert [cure in str(each.message) for each in told if each.category is midepoch.MidepochWarning] == [True] * said
 
@@ -612,14 +593,14 @@ def test_a_stream_s_batches_are_pinned_where_there_is_a_device(
 
 
 def test_an_iterator_of_grain_s_is_refused_with_the_cure() -> None:
-    pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
+    need("grain")
     iterator = iter(own.grain_dataset())
     with pytest.raises(midepoch.UnsupportedSourceError, match="goes through its data once: wrap the dataset"):
         wrap(iterator)
 
 
 def test_a_grain_source_known_by_its_address_is_refused() -> None:
-    pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
+    need("grain")
     told = r"the Indices by its repr\(\).*give the Indices a __repr__"
     with pytest.raises(midepoch.UnsupportedSourceError, match=told):
         wrap(own.grain_loader(rows=sources.Indices(own.SIZE)))
@@ -918,10 +899,10 @@ def test_a_load_that_draws_late_is_told_at_the_resume() -> None:
     def make() -> Loader:
         return wrap(DataLoader(RereadsLate(), batch_size=None), seed=0)
 
-    with make() as loader:
-        batches = iter(loader)
-        list(itertools.islice(batches, 12))
-        state, following = loader.state_dict(), next(batches)
+    loader = make()
+    batches = iter(loader)
+    list(itertools.islice(batches, 12))
+    state, following = loader.state_dict(), next(batches)
     firsts = []
     for seed in (3, 4):
         again = make()
@@ -949,15 +930,11 @@ def test_a_source_that_ends_before_its_len_is_refused() -> None:
 
 
 def test_random_numbers_are_believed_where_no_load_was_tried() -> None:
-    def make(collate: Any) -> Loader:
-        return midepoch.wrap(DataLoader(IsTold(), 2, collate_fn=collate), seed=0)
-
     for collate, believed in ((None, False), (lambda batch: batch, True)):  # a lambda cannot be pickled
-        loader = make(collate)
+        loader = midepoch.wrap(DataLoader(IsTold(), 2, collate_fn=collate), seed=0)
         assert len(list(loader)) == 7
         answer = loader.capabilities.exact_augmentations
-        assert answer
-        assert (answer.believed, "no load of a state draws" in answer.reason) == (believed, believed)
+        assert answer and (answer.believed, "no load of a state draws" in answer.reason) == (believed, believed)
 
 
 # --- grain's own test of checkpoints ---
@@ -993,7 +970,7 @@ GRAINS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", GRAINS)
 def test_grains_own_test_of_checkpoints_passes(name: str) -> None:
-    pytest.importorskip("grain", reason="grain is not installed (pip install midepoch[grain])")
+    need("grain")
     from grain._src.python.testing.experimental import assert_equal_output_after_checkpoint
 
     assert_equal_output_after_checkpoint(_Iterated(GRAINS[name]))
