@@ -116,11 +116,11 @@ def test_every_random_operation_repeats_itself() -> None:
     assert same(first + rest, again)
     assert not any(torch.equal(a[0], b[0]) for a, b in zip(again, second_epoch, strict=False))
     loader.close()
-    # Each of two ranks goes on with pixels that one had.
-    alone = {number: pixels for images, labels in again for number, pixels in zip(labels.tolist(), images, strict=True)}
-    for rank in range(2):
-        for images, labels in read(midepoch_at(bare, state, world=World(rank, 2))):
-            assert all(map(torch.equal, images, [alone[number] for number in labels.tolist()]))
+    # Two ranks go on with the pixels that one had.
+    alone = {n: pixels for batch in again for n, pixels in zip(sources.identify(batch), batch[0], strict=True)}
+    both = [batch for rank in range(2) for batch in read(midepoch_at(bare, state, world=World(rank, 2)))]
+    pixels = [torch.stack([alone[number] for number in sources.identify(batch)]) for batch in both]
+    assert len(both) == 4 and all(map(torch.equal, pixels, [batch[0] for batch in both]))
     if ALL:
         for workers in (2, 4):
             other = sources.make(pipelines, sources.file("jpeg"), num_workers=workers)
