@@ -25,7 +25,6 @@ from midepoch.testing import digest
 
 
 def square(number: int, height: int, width: int, side: int) -> np.ndarray[Any, Any]:
-    """A picture of so many colored squares."""
     coarse = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
     return np.kron(coarse, np.ones((side, side, 1), np.uint8))
 
@@ -70,7 +69,6 @@ def dali(folder: str, device: torch.device, fed: bool) -> Any:
 
 
 def ffcv(folder: str, device: torch.device) -> Any:
-    """A random resized crop, a flip and a cut, to the device."""
     from ffcv.fields import IntField, RGBImageField
     from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder
     from ffcv.loader import Loader, OrderOption
@@ -90,8 +88,6 @@ def ffcv(folder: str, device: torch.device) -> Any:
 
 
 class Drawing(Dataset[tuple[torch.Tensor, int]]):
-    """Draws from each of the three global generators."""
-
     def __len__(self) -> int:
         return 64
 

@@ -58,7 +58,6 @@ def loader_after(loader: Any, state: dict[str, Any]) -> Any:
 
 
 def over(define: Callable[[], Any], names: list[str], batch_size: int = 2, **options: Any) -> Any:
-    """An iterator over the pipeline that a function defines."""
     pipeline = pipeline_def(define)(batch_size=batch_size, num_threads=1, device_id=None)
     return DALIGenericIterator([pipeline], names, **options)
 
@@ -361,7 +360,6 @@ def test_a_state_of_one_mode_is_refused_by_the_other(root: str, saved: dict[str,
 
 @pytest.fixture
 def bad(root: str, tmp_path: Path) -> Path:
-    """A copy of the data, to be damaged."""
     return Path(shutil.copytree(root, tmp_path / "bad"))
 
 
@@ -524,7 +522,6 @@ def test_the_window_is_the_first_that_fits() -> None:
 
 
 def jpeg(height: int, width: int, *segments: bytes, noise: int = 0) -> bytes:
-    """A JPEG image with these segments before its own."""
     buffer = io.BytesIO()
     pixels = np.random.default_rng(noise).integers(0, 255, (height, width, 3), np.uint8)
     Image.fromarray(pixels).save(buffer, "JPEG", progressive=bool(noise % 2))

@@ -117,8 +117,6 @@ def test_what_is_not_declared_is_refused_with_the_line(root: str) -> None:
 
 
 class TwoOfThem(Reshapes):
-    """Gives two batches as one."""
-
     def batches(self) -> Iterator[Any]:
         for batch in self.inside:
             yield [batch, next(self.inside)]
@@ -131,15 +129,11 @@ def test_what_is_declared_is_watched(root: str) -> None:
 
 
 class Two(DALIGenericIterator):  # type: ignore[misc]
-    """One batch of two."""
-
     def __next__(self) -> Any:
         return [super().__next__(), super().__next__()]
 
 
 class Yields(DALIGenericIterator):  # type: ignore[misc]
-    """Makes something else of the batches in its __iter__."""
-
     def __iter__(self) -> Iterator[Any]:
         return (batch[0]["number"] for batch in super().__iter__())
 

@@ -75,7 +75,6 @@ def wrapped(name: str, **keywords: Any) -> Loader:
 
 
 def missing(loader: Loader) -> list[str]:
-    """The names of the promises that it does not make."""
     return [name for name, promise in vars(loader.capabilities).items() if not promise]
 
 
@@ -112,8 +111,6 @@ class Told(sources.Exposing):
 
 
 class WorkerSeed(sources.Indices):
-    """What code that seeds by worker sees."""
-
     def __getitem__(self, index: int) -> Any:
         info = torch.utils.data.get_worker_info()
         assert info is not None

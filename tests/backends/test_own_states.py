@@ -149,8 +149,6 @@ def test_a_wrong_state_is_told_before_a_resume(name: str) -> None:
 
 
 class Watched(own.Stream):
-    """Counts what it is asked, and in how many copies."""
-
     def __init__(self) -> None:
         super().__init__()
         self.asked: collections.Counter[str] = collections.Counter()
@@ -180,8 +178,6 @@ def test_a_source_is_copied_once_and_asked_for_little(options: dict[str, Any], c
 
 
 class Silent(own.Stream):
-    """Never says its state."""
-
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError("no state today")
 
@@ -228,8 +224,6 @@ def test_a_source_that_survives_its_errors_needs_remember(remember: int) -> None
 
 
 class Drawing(IterableDataset[Any]):
-    """Draws, has no length and no state."""
-
     def __iter__(self) -> Iterator[Any]:
         for number in range(8):
             yield number + torch.rand(())
@@ -663,8 +657,6 @@ def test_a_source_that_ranks_read_whole_is_told(name: str) -> None:
 
 
 class DrawsSeldom(Counting):
-    """Draws for some numbers only."""
-
     def __iter__(self) -> Iterator[Any]:
         while self.place < self.size:
             self.place += 1
@@ -719,7 +711,6 @@ class AtOnce:
 
 
 def of_sampler(form: str, make: Callable[[], Any]) -> Any:
-    """A sampler in one of the ways in which it may be read."""
     sampler = make()
     if form == "in batches":
         return StatefulDataLoader(range(20), batch_sampler=torch.utils.data.BatchSampler(sampler, 2, False))
@@ -846,8 +837,6 @@ def test_ranks_that_read_whole_draw_each_its_own() -> None:
 
 
 class DrawsFirst(Counting):
-    """Draws when it begins, and gives that with each number."""
-
     def __iter__(self) -> Iterator[Any]:
         drawn = random.random()
         return (torch.tensor([each[0], drawn]) for each in super().__iter__())
@@ -917,8 +906,6 @@ def test_a_load_that_draws_late_is_told_at_the_resume() -> None:
 
 
 class SaysMore(Counter):
-    """Gives six batches, though its len() is nine."""
-
     def __len__(self) -> int:
         return 9
 

@@ -232,16 +232,12 @@ def test_a_place_within_a_batch_that_is_made_whole_is_refused(method: str) -> No
 
 
 class Held(Stream):  # type: ignore[misc]
-    """Has a generator."""
-
     def __init__(self, local: str) -> None:
         super().__init__(local=local)
         self.generator = random.Random()
 
 
 class OfStreams(StreamingDataset):  # type: ignore[misc]
-    """Draws from its stream's generator."""
-
     def __getitem__(self, at: Any) -> Any:
         return {**super().__getitem__(at), "drawn": self.streams[0].generator.random()}
 

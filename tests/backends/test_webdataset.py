@@ -52,7 +52,6 @@ def of_kind(urls: list[str], kind: str) -> list[str]:
 
 
 def streams(kind: str, count: int) -> dict[str, Any]:
-    """The keyword that says how many streams there are."""
     return {} if kind == "indexed" else {"streams": count}
 
 
@@ -165,7 +164,6 @@ PACKED: dict[str, Callable[[bytes], bytes]] = {
 
 
 def packed(urls: list[str], kind: str) -> list[str]:
-    """The shards, compressed, or through a pipe."""
     name = kind.rpartition(" ")[2]
     shards = urls if kind == "pipe" else [f"{url}.{name}" for url in urls]
     if kind != "pipe":

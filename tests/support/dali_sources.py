@@ -61,7 +61,6 @@ def draws(batch: Any) -> list[tuple[float, ...]]:
 
 
 def noisy(batch: Any) -> Any:
-    """Draws for a batch, from every generator."""
     for part in batch:
         drawn = [random.random(), np.random.rand(), float(torch.rand(()))]
         part["random"] = torch.tensor([[number, *drawn] for number in range(len(part["label"]))])
@@ -179,7 +178,6 @@ def found_pipeline(root: str, reader: str) -> Any:
 
 
 def found(root: str, reader: str, rank: int = 0, world_size: int = 1) -> Any:
-    """A loader of files that are found in a folder."""
     iterator = DALIGenericIterator([found_pipeline(root, reader)], ["label"])
     return midepoch.wrap(iterator, seed=1, world=midepoch.World(rank, world_size))
 

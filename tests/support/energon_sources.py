@@ -68,7 +68,6 @@ def training(
 
 
 def validation(folder: Path, rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_size: int = BATCH) -> Any:
-    """One pass over the data."""
     from megatron.energon import WorkerConfig, get_savable_loader, get_val_dataset
 
     config = WorkerConfig(rank=rank, world_size=world_size, num_workers=num_workers)

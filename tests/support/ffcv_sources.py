@@ -121,7 +121,6 @@ PIPELINES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def make(pipelines: dict[str, Any] | None = None, path: str | None = None, **options: Any) -> Any:
-    """A Loader of FFCV."""
     options = {"batch_size": BATCH, "num_workers": 1, "order": OrderOption.RANDOM, "drop_last": False, **options}
     return Loader(path or file("raw"), pipelines=plain_pipelines() if pipelines is None else pipelines, **options)
 
@@ -138,7 +137,6 @@ def load(
     pipelines: str = "readme", kind: str = "jpeg", order: str = "random", os_cache: bool = True,
     drop_last: bool = False, subset: bool = False, tail: Tail | None = None,
 ) -> Any:  # fmt: skip
-    """A wrapped Loader, for the laws."""
     loader = shared(
         pipelines, kind, order, subset, os_cache=os_cache, drop_last=drop_last, num_workers=num_workers,
         batch_size=batch_size, batches_ahead=2,
@@ -200,8 +198,6 @@ class Fails(Operation):  # type: ignore[misc]
 
 
 class Jitter(torch.nn.Module):
-    """Draws from torch's generator, as modules do."""
-
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images.float() + torch.rand(len(images), 1, 1, 1)
 

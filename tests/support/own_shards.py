@@ -66,8 +66,6 @@ class DrawnShards(IterableDataset[dict[str, str]]):
 
 
 class RepeatedShards(IterableDataset[dict[str, str]]):
-    """All shards, again and again."""
-
     draws = "once"
 
     def __init__(self, urls: list[str]) -> None:
@@ -93,12 +91,10 @@ class EpochShuffle(wds.PipelineStage):  # type: ignore[misc]  # webdataset has n
 
 
 def go_on(error: Exception) -> bool:
-    """A handler that continues."""
     return True
 
 
 def samples_of_each_shard(source: Iterable[Any], handler: Any = go_on) -> Iterator[Any]:
-    """Shards to samples."""
     files = tar_file_expander(url_opener(source, handler=handler), handler=handler)
     yield from wds.tariterators.group_by_keys(files)
 

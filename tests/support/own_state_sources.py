@@ -197,8 +197,6 @@ class Stream:
 
 
 class StartsOver(Stream):
-    """Ignores the state that it loads."""
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
 
@@ -240,8 +238,6 @@ class SavesGenerator(OwnGenerator):
 
 
 class StreamDataset(torch.utils.data.IterableDataset[Any]):
-    """A dataset that keeps the state itself."""
-
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
 
@@ -256,8 +252,6 @@ class StreamDataset(torch.utils.data.IterableDataset[Any]):
 
 
 class EpochOrder:
-    """A sampler with ``set_epoch``."""
-
     def __init__(self) -> None:
         self.epoch = 0
 

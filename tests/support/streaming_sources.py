@@ -125,8 +125,6 @@ class Drawing(StreamingDataset):
 
 
 class Logging(Drawing):
-    """Writes down which samples are read."""
-
     def __init__(self, read_log: str, **keywords: Any) -> None:
         super().__init__(**keywords)
         self.read_log = read_log
@@ -137,7 +135,6 @@ class Logging(Drawing):
 
 
 def mix(samples: list[Any]) -> Any:
-    """A collate_fn that draws for a batch."""
     return {**torch.utils.data.default_collate(samples), "mixed": np.random.rand(3)}
 
 

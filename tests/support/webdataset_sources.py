@@ -138,7 +138,6 @@ def indexed(
 
 
 def pickled(items: list[Any], num_workers: int) -> midepoch.StatefulIterable:
-    """Whatever can be pickled, an item a batch."""
     folder = Path(tempfile.mkdtemp(dir=_ensured(_FOLDER)))
     with wds.TarWriter(str(folder / "items.tar"), mtime=1) as writer:
         for number, item in enumerate(items):

@@ -58,7 +58,6 @@ def make(folder: Path, resume: int | None = None, stop: str = "2ep", data: Any =
 
 
 def finish(trainer: Any) -> tuple[Any, Any]:
-    """The weights, and Composer's epochs and batches."""
     count = int(trainer.state.timestamp.epoch), int(trainer.state.timestamp.batch)
     weights = [each.detach().clone() for each in trainer.state.model.parameters()]
     trainer.close()

@@ -54,8 +54,6 @@ class Job:
 
 
 class Model(torch.nn.Module):
-    """Counts how often each sample was trained on, and steps."""
-
     counts: torch.Tensor
     steps: torch.Tensor
 
@@ -153,7 +151,6 @@ def train_rank() -> None:
 
 
 def launch(ranks: int) -> list[int]:
-    """The statuses of all ranks."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     processes = []
     for rank in range(ranks):

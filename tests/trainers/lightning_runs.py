@@ -55,8 +55,6 @@ def unknown(batches: int = 5, name: float = 0) -> Any:
 
 
 class Recorder(LightningModule):
-    """Writes down what it is given."""
-
     def __init__(self, log: list[Any], fail_at: int = -1) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)

@@ -80,7 +80,6 @@ def fit(folder: Path, workers: int | tuple[int, int], kill_at: int, stop_at: int
 
 
 def reached(folder: Path, workers: int, steps: int) -> bool:
-    """Whether so many workers have taken so many steps."""
     return any(len(log.read_text().splitlines()) >= steps for log in folder.glob(f"log-{workers}-*"))
 
 

@@ -21,8 +21,6 @@ NAMED = r"resumes this loader from .* by its own counts, which may not be exact:
 
 
 class Hooks(Recorder):
-    """Writes down when epochs end, too."""
-
     def on_train_epoch_end(self) -> None:
         self.log_of.append(("end", self.trainer.current_epoch))
 
@@ -32,8 +30,6 @@ class HooksPeeking(Hooks, Peeking):
 
 
 class StopsAt(Callback):
-    """As a user's callback that has seen enough."""
-
     def __init__(self, steps: int) -> None:
         self.steps = steps
 

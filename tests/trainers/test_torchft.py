@@ -153,16 +153,13 @@ class Managers:
         return manager
 
     def group(self, **settings: Any) -> list[Manager]:
-        """The Managers of a group of two ranks."""
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return [self("group", store, rank=rank, world_size=2, **settings) for rank in range(2)]
 
     def several(self, groups: int, **settings: Any) -> list[Manager]:
-        """The Managers of so many groups."""
         return [self(f"group_{number}", **settings) for number in range(groups)]
 
     def are_asking(self, groups: int) -> bool:
-        """Whether so many groups have asked for the next quorum."""
         with urllib.request.urlopen(f"{self.address}/status", timeout=60) as page:
             return f"[{groups}/" in page.read().decode()
 
@@ -321,7 +318,6 @@ class Groups:
 
 
 def trained(groups: Groups) -> list[int]:
-    """The samples that count."""
     return sorted(sample for rows in groups.rows for batch, weight in rows if weight for sample in batch)
 
 

@@ -86,8 +86,6 @@ class Counts(torch.optim.Optimizer):
 
 
 class Death:
-    """Kills this process where it was told to."""
-
     def __init__(self, die: tuple[str, int] | None) -> None:
         self.point, self.left = die if die is not None else ("", 0)
 
@@ -171,7 +169,6 @@ Steps = Iterator[tuple[torch.Tensor, Callable[[], Any]]]
 
 
 def _fed(job: Job, manager: Manager, optimizer: Any, death: Death) -> Steps:
-    """The steps of `feed`."""
     data: Any = DataLoader(
         TensorDataset(torch.arange(job.size)), batch_size=job.batch, shuffle=True, num_workers=job.workers
     )

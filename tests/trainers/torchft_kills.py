@@ -258,5 +258,4 @@ def _began_anew(folder: Path) -> bool:
 
 
 def _steps(folder: Path) -> int:
-    """The most steps that a process has written down."""
     return max((len(log.read_bytes().splitlines()) for log in folder.glob("log-*")), default=0)

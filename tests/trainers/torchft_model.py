@@ -32,8 +32,6 @@ class Told(Exception):  # noqa: N818  # no error
 
 
 class Store:
-    """What the processes of a group tell each other."""
-
     def __init__(self) -> None:
         self._told: dict[str, str] = {}
 
@@ -234,8 +232,6 @@ class Rank:
 
 
 class Group:
-    """A replica group."""
-
     def __init__(self, job: Job, name: str, saved: dict[str, Any] | None) -> None:
         self.name, self.failed = name, False
         self.ranks: list[Rank] = []
@@ -261,7 +257,6 @@ class Group:
         return chance.choice(self.ranks).manager.current_step()
 
     def take(self, rank: Rank) -> Any:
-        """A batch, of the next pass if this one is over."""
         for _ in range(2):
             for batch in rank.each:
                 return batch
@@ -472,7 +467,6 @@ class Job:
 
 
 def run(chance: random.Random, steps: int, outages: float = 0.1) -> Job:
-    """A history of so many steps."""
     job = Job(chance, outages)
     for _ in range(steps):
         job.step()
