@@ -833,7 +833,8 @@ def test_ranks_that_read_whole_draw_each_its_own() -> None:
     def make(rank: int) -> Loader:
         return wrap(StatefulDataLoader(Drawing(), 2), seed=1, shard=False, world=midepoch.World(rank, 2))
 
-    assert sources.taken(make(0)) != sources.taken(make(1))
+    epochs = [sources.every_place(functools.partial(make, rank), (2,), epochs=1) for rank in range(2)]
+    assert epochs[0] != epochs[1]
 
 
 class DrawsFirst(Counting):
