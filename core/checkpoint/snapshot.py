@@ -160,14 +160,13 @@ class Snapshot:
         Raises:
             ValueError: `in_flight` is not an int in [0, 1024].
             SystemExit: a signal was received, by some process, and the snapshot was saved.
-            SnapshotError: it could not be saved, or nobody knows whose batches are in flight, or their loader needs
-                ``remember=``. The previous snapshot is intact.
+            SnapshotError: it could not be saved, or nobody knows whose batches are in flight. The previous snapshot is
+                intact.
         """
         if in_flight is not self._in_flight:  # now, not when a signal comes and nothing could be saved
             check_in_flight(in_flight)
             if in_flight > MOST_IN_FLIGHT:
                 raise ValueError(f"in_flight must be at most {MOST_IN_FLIGHT}, got {in_flight}")
-            self._check_remembers(in_flight)
             self._in_flight = in_flight
         self.steps += 1
         body = self._loop.body
@@ -180,16 +179,6 @@ class Snapshot:
             self._ledger.look(self._loop.loaders(), self.steps, in_flight, body)
         if self.steps >= self._due:
             self._act(in_flight)
-
-    def _check_remembers(self, in_flight: int) -> None:
-        """Raise SnapshotError if no state could ever be had of so many batches ago."""
-        for name, loader in self._loop.loaders().items():
-            taken = in_flight if self._loop.body is None else self._loop.body.in_flight_of(name, in_flight)
-            if taken > loader._options.remember and not loader._adapter.facts.remembers:
-                raise SnapshotError(
-                    f"{name} keeps no state of earlier batches, and {taken} are in flight: pass remember={taken} to "
-                    "midepoch.wrap"
-                )
 
     def _act(self, in_flight: int) -> None:
         ranks, agreement, body = self._agreement.ranks(), self._agreement, self._loop.body
@@ -264,7 +253,7 @@ class Snapshot:
         An epoch ends with the loop's body, not with the last batch of a pass. So a run that is killed in `validate`
         resumes in the same epoch, and runs what follows the pass. Passes that had ended are then empty. The body may
         make any passes over any of the loaders, in the same order each time. What was read outside of such a loop, for
-        a sanity check or a mean, counts for nothing if no `step` or `save` followed.
+        a sanity check or a mean, counts for nothing if no `step`, `save`, `commit` or `finish` followed.
 
         Args:
             n: the number of epochs in all, those before a resume included.

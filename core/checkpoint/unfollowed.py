@@ -48,6 +48,12 @@ class Unfollowed:
                 continue
             taken = reading.steps - (body.in_flight_of(name, in_flight) if body else in_flight)
             if first is None:
+                context, ahead = progress.context, reading.steps - taken
+                if ahead > context.options.remember and not context.adapter.facts.remembers:
+                    warn(
+                        f"{name} keeps no state of earlier batches, so nothing is saved while {ahead} are in flight, "
+                        f"on a signal either: pass remember={ahead} to midepoch.wrap"
+                    )
                 skipped = self._rest_before(reading, loader)
                 self._first[name] = reading, taken, taken + skipped - self._before.get(reading, 0)
                 self.is_due = True

@@ -187,7 +187,7 @@ class Body:
     def _add(self, interval: Interval) -> None:
         self.intervals.append(interval)
         interval.body = self if interval.ended is None else None
-        if self.alone and not interval.older and self.passes == 2:
+        if self.alone and not interval.older and sum(not each.older for each in self.intervals) == 2:
             warn(
                 "this is a second pass over the loader in one body of loader.epochs, and a state does not say in "
                 "which pass it was saved: use midepoch.Snapshot and snapshot.epochs, or one pass an epoch",
@@ -200,8 +200,8 @@ class Body:
 
     @property
     def passes(self) -> int:
-        """How many have begun that are its own, where it is alone."""
-        return sum(not each.older for each in self.intervals)
+        """How many have given a batch in it, where it is alone."""
+        return sum(each.took > 0 for each in self.intervals)
 
     def end(self, interval: Interval, exhausted: bool) -> None:
         """A pass was told that it has no more batches, or was closed or freed."""

@@ -430,6 +430,7 @@ class Loader(Generic[Batch]):
         if type(ticket) is not Ticket:
             raise TypeError(f"finish takes what loader.ticket returned, got {ticket!r:.80}")
         self._context.tickets.finish(ticket)
+        self._progress.looked = None
 
     @property
     def frontier(self) -> tuple[int, int]:
@@ -511,7 +512,7 @@ class Loader(Generic[Batch]):
                 f"nothing to commit: no batch was handed out since epoch {place.epoch}, position {place.position}; "
                 "call commit() once after each step"
             )
-        progress.origin, progress.committed = place, progress.state_at(place)
+        progress.origin, progress.committed, progress.looked = place, progress.state_at(place), None
 
     def rollback(self) -> None:
         """Give again the batches handed out since the last commit, or since the last load if there was no commit.
@@ -594,7 +595,8 @@ class Loader(Generic[Batch]):
             raise MidepochError(RUNNING)
         if (epoch := self.epoch) > n:
             warn_of_done(n, epoch)
-        if progress.looked is not None and progress.looked[0][:2] != (epoch, self.position):
+        began, here = (epoch, 0) if progress.looked is None else progress.looked[0][:2], (epoch, self.position)
+        if progress.looked is not None and here != began and not (began[1] and here == (began[0] + 1, 0)):
             warn(
                 f"batches were read before loader.epochs, which goes on after them, at position {self.position} of "
                 f"epoch {epoch}: to look at some, wrap the source once more, or call loader.peek()"

@@ -614,6 +614,12 @@ class Progress:
         """A pass asks for its first batch."""
         body = self.body
         if body is not None:
+            if self.looked is not None:
+                latest = self.latest()
+                if latest is not None and not latest.interval.took:  # the body has not gone on with what was held
+                    self.latest = _none
+                    self.take_back_look()
+                self.looked = None
             if body.next_is_empty(self._name):
                 body.pass_empty(self._name)
                 self._log_empty()
@@ -774,12 +780,14 @@ class Progress:
     # --- the body of an epoch ---
 
     def take_back_look(self) -> Place | None:
-        """A loop over epochs begins: what was read outside of one since the last counts for nothing, if that is over.
+        """A loop over epochs begins: what was read outside of one since the last counts for nothing.
+
+        If the pass is still held, it goes on where it is, or, once another one begins, that one begins where it did.
 
         Returns:
             Where that began; None if there is nothing of the kind.
         """
-        if self.looked is None or self.committed is not None or self.context.tickets.epoch is not None:
+        if self.looked is None:
             return None
         (place, new_epoch), origin, loaded = self.looked, self.origin, self.loaded
         if origin is not None and origin[:2] == place[:2]:
@@ -796,12 +804,11 @@ class Progress:
             body: the new one.
             continues: whether its first pass continues where the loader is; None: as if there were no body.
         """
-        latest, looked = self.latest(), self.looked is not None
-        self.body, self.looked = body, None
-        if continues is False or (looked and latest is not None):  # whoever holds the pass reads its rest
-            self.new_epoch = True
-        elif continues:
-            self.new_epoch = False
+        latest, self.body, looked = self.latest(), body, self.looked
+        if looked is None or latest is None:
+            self.looked, self.new_epoch = None, self.new_epoch if continues is None else not continues
+        else:  # held
+            self.looked = None if body.alone else (looked[0], looked[1] if continues is None else not continues)
         if latest is not None and (latest.interval is None or latest.interval.body is not body):
             latest.interval = body.begin(self._name, latest, older=True)
             self.latest = latest.interval.user
@@ -816,6 +823,8 @@ class Progress:
             Whether an iterator that was first read in this body is kept at its end, in the middle of an epoch.
         """
         latest, committed = self.latest(), self.committed
+        if latest is None or latest.interval is None or latest.interval.took:
+            self.looked = None
         left = self.new_epoch and self.has_begun and not self.is_at_end
         going_on = epoch is None and latest is not None and not self.is_at_end
         left = left and self.context.adapter.reach is not Reach.STATES  # otherwise only reading leads to the next epoch

@@ -500,21 +500,22 @@ def test_options_for_a_wrapped_loader_are_refused() -> None:
             midepoch.wrap(loader, **options)
 
 
-@pytest.mark.parametrize("looked", ["one batch", "two batches", "all of it, and more", "a resumed one"])
+@pytest.mark.parametrize("looked", ["one batch", "two that are held", "all of it, and more", "a resumed one"])
 def test_what_was_looked_at_before_the_loop_comes_again(looked: str, tmp_path: Path) -> None:
     """A sanity check of a few batches, or statistics: as if they had not been read."""
     (loader, snapshot), whole = only(tmp_path / "snapshot.pt"), epochs_of(shuffled(), 0, 3)
     if looked == "a resumed one":
         loader.load_state_dict(sources.heads(shuffled, 2)[1])
         whole[0] = whole[0][2:]
+    held = iter(loader)
     for count in {"one batch": [1], "all of it, and more": [99, 99, 2]}.get(looked, [2]):
-        sources.taken(loader, count)
+        sources.taken(held if "held" in looked else loader, count)
     with warnings.catch_warnings(action="error"):
         got = {epoch: sources.taken(loader) for epoch in snapshot.epochs(3)}
     assert got == dict(enumerate(whole))
 
 
-@pytest.mark.parametrize("how", ["a step", "a save", "another loop", "a loop that was left"])
+@pytest.mark.parametrize("how", ["step", "save", "commit", "another loop", "a loop that was left"])
 def test_what_was_trained_on_before_the_loop_counts(how: str, tmp_path: Path) -> None:
     (loader, snapshot), whole = only(tmp_path / "snapshot.pt"), epochs_of(shuffled(), 0, 2)
     if how == "another loop":
@@ -525,7 +526,7 @@ def test_what_was_trained_on_before_the_loop_counts(how: str, tmp_path: Path) ->
             break
     else:
         for _ in itertools.islice(loader, 2):
-            (snapshot.step if how == "a step" else snapshot.save)()
+            getattr(loader if how == "commit" else snapshot, how)()
     rest = {1: whole[1]} if how == "another loop" else {0: whole[0][2:], 1: whole[1]}
     assert {epoch: sources.taken(loader) for epoch in snapshot.epochs(2)} == rest
 
