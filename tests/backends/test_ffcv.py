@@ -116,11 +116,11 @@ def test_every_random_operation_repeats_itself() -> None:
     assert same(first + rest, again)
     assert not any(torch.equal(a[0], b[0]) for a, b in zip(again, second_epoch, strict=False))
     loader.close()
-    # Two ranks go on with the pixels that one had.
+    # Three ranks go on with the pixels that one had; the last of them fills its batch up from the epoch's beginning.
     alone = {n: pixels for batch in again for n, pixels in zip(sources.identify(batch), batch[0], strict=True)}
-    both = [batch for rank in range(2) for batch in read(midepoch_at(bare, state, world=World(rank, 2)))]
-    pixels = [torch.stack([alone[number] for number in sources.identify(batch)]) for batch in both]
-    assert len(both) == 4 and all(map(torch.equal, pixels, [batch[0] for batch in both]))
+    three = [batch for rank in range(3) for batch in read(midepoch_at(bare, state, world=World(rank, 3)))]
+    pixels = [torch.stack([alone[number] for number in sources.identify(batch)]) for batch in three]
+    assert list(map(len, pixels)) == [4] * 3 and all(map(torch.equal, pixels, [batch[0] for batch in three]))
     if ALL:
         for workers in (2, 4):
             other = sources.make(pipelines, sources.file("jpeg"), num_workers=workers)
