@@ -135,7 +135,8 @@ class Mute(sources.Counter):
 
 def test_a_source_that_cannot_say_its_state_is_not_committed() -> None:
     loader = midepoch.wrap(Mute(6), seed=1, world=World())
-    each = begun(loader, 2, commits=True)
+    each = begun(loader, 2)
+    loader.commit()
     committed = loader.state_dict()
     assert [next(each) for _ in range(2)] == [2, 3]
     with pytest.raises(ValueError, match="a state was lost"):
