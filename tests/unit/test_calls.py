@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,41 +38,41 @@ def no_number_is_kept() -> None:
     np.random.seed(0)
 
 
-def calls_of(action: Any) -> Counter[str]:
-    """Calls into midepoch's own files, by function."""
+def calls_of(action: Callable[[], object], everyones: bool = False) -> Counter[str]:
+    """Calls into midepoch's own files, by file and function; or everyone's but the action itself, C's too, by name."""
     counted: Counter[str] = Counter()
 
-    def note(frame: Any, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(OWN):
-            counted[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
+    def note(frame: Any, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if everyones and event in ("call", "c_call"):
+            counted[code.co_name if event == "call" else argument.__name__] += 1
+        elif event == "call" and code.co_filename.startswith(OWN):
+            counted[f"{Path(code.co_filename).name}:{code.co_name}"] += 1
 
     sys.setprofile(note)
     try:
         action()
     finally:
         sys.setprofile(None)
-    return counted
+    return counted - Counter({action.__name__: 1, "setprofile": 1})
 
 
-def test_a_steady_batch_takes_few_calls() -> None:
-    cases: tuple[tuple[Literal["off", "sample"], int], ...] = (("off", 90), ("sample", 141))
-    for verify, most in cases:
-        loader = midepoch.wrap(DataLoader(sources.Indices(4000), batch_size=4, shuffle=True), seed=1, verify=verify)
-        batches = iter(loader)
-        first = calls_of(lambda: next(batches))  # noqa: B023  # called at once
-        for _ in range(35):
-            next(batches)
-        steady = [calls_of(lambda: next(batches)) for _ in range(25)]  # noqa: B023
-        mean = sum(map(Counter.total, steady)) / len(steady)
-        assert mean < 12.5, steady[0]
-        # Commits, worlds that change and global batches of several steps cost a loader without them nothing.
-        rules = {"progress.py:__next__": 1}
-        files = ("progress.py", "reading.py", "loader.py", "world.py")
-        for each in steady:
-            assert {name: count for name, count in each.items() if name.startswith(files)} == rules
-        # The summary of what the user's objects hold has a bound of its own, in time: test_summary.
-        walk = sum(count for name, count in first.items() if name.startswith(("summary.py", "loop_changes.py")))
-        assert first.total() - walk <= most, first
+@pytest.mark.parametrize(("verify", "most"), [("off", 90), ("sample", 141)])
+def test_a_steady_batch_takes_few_calls(verify: Any, most: int) -> None:
+    loader = midepoch.wrap(DataLoader(sources.Indices(4000), batch_size=4, shuffle=True), seed=1, verify=verify)
+    batches = iter(loader)
+    first = calls_of(lambda: next(batches))
+    for _ in range(35):
+        next(batches)
+    steady = [calls_of(lambda: next(batches)) for _ in range(25)]
+    assert sum(map(Counter.total, steady)) / len(steady) < 12.5, steady[0]
+    # Commits, worlds that change and global batches of several steps cost a loader without them nothing.
+    files = ("progress.py", "reading.py", "loader.py", "world.py")
+    for each in steady:
+        assert {name: each[name] for name in each if name.startswith(files)} == {"progress.py:__next__": 1}
+    # The summary of what the user's objects hold has a bound of its own, in time: test_summary.
+    walk = sum(count for name, count in first.items() if name.startswith(("summary.py", "loop_changes.py")))
+    assert first.total() - walk <= most, first
 
 
 def test_a_state_looks_again_only_where_something_moved() -> None:
@@ -107,7 +107,7 @@ def test_a_step_at_which_nothing_is_due_is_one_call(tmp_path: Path, in_flight: i
     with midepoch.Snapshot(tmp_path / "snapshot.pt", every=900, data=loader) as snapshot:
         for _ in snapshot.epochs(1):
             for _ in loader:
-                counted = every_call_of(lambda: snapshot.step(in_flight))
+                counted = calls_of(lambda: snapshot.step(in_flight), everyones=True)
                 if snapshot.steps in (1, 2, 900):  # the second one tells how many batches a step takes
                     assert counted["_act"] == 1 and sum(counted.values()) > 5, "it looks whether something is due"
                 else:
@@ -115,34 +115,9 @@ def test_a_step_at_which_nothing_is_due_is_one_call(tmp_path: Path, in_flight: i
     assert snapshot.steps == 1000
 
 
-def every_call_of(action: Callable[[], object]) -> Counter[str]:
-    """Python's functions and C's, by name, without the action itself."""
-    counted: Counter[str] = Counter()
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        if event in ("call", "c_call"):
-            counted[frame.f_code.co_name if event == "call" else argument.__name__] += 1
-
-    sys.setprofile(note)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return counted - Counter({action.__name__: 1, "setprofile": 1})
-
-
-DRAWS: dict[str, Callable[[], object]] = {
-    "nothing": lambda: None,
-    "python": random.random,
-    "numpy": np.random.rand,
-    "torch": lambda: torch.rand(()),
-}
-
-
-@pytest.mark.parametrize("drawn", DRAWS)
-def test_then_adds_few_calls_to_a_steady_batch(drawn: str) -> None:
+@pytest.mark.parametrize("draw", [lambda: None, random.random, np.random.rand, lambda: torch.rand(())])
+def test_then_adds_few_calls_to_a_steady_batch(draw: Callable[[], object]) -> None:
     """What seeding takes is the generators' own, in C."""
-    draw = DRAWS[drawn]
 
     def then(batch: Any) -> Any:
         draw()

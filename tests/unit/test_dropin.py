@@ -85,21 +85,16 @@ def test_the_length_follows_a_dataset_that_grows_between_epochs() -> None:
     assert sources.taken(resumed) == sources.taken(loader)
 
 
-def test_skip_first_batches_is_refused_when_it_is_iterated() -> None:
+def test_accelerate_leaves_it_as_it_is_and_skips_no_batches() -> None:
     accelerate = pytest.importorskip("accelerate", reason="needs the extra trainers")
     loader = midepoch.wrap(source(), seed=1)
+    assert accelerate.Accelerator(cpu=True).prepare(loader) is loader
     with pytest.raises(UnsupportedSourceError, match="iterate the wrapped loader itself"):
         list(accelerate.skip_first_batches(loader, 2))
     stream = midepoch.wrap(streamed(), shard=True)
     with pytest.raises(AttributeError, match=r"loader\.source\.dataset"):
         accelerate.skip_first_batches(stream, 2)
     assert stream.source.dataset is not None
-
-
-def test_accelerate_s_prepare_leaves_it_as_it_is() -> None:
-    accelerate = pytest.importorskip("accelerate", reason="needs the extra trainers")
-    loader = midepoch.wrap(source(), seed=1)
-    assert accelerate.Accelerator(cpu=True).prepare(loader) is loader
 
 
 def test_fabric_refuses_it() -> None:

@@ -17,6 +17,7 @@ import midepoch
 from midepoch import MidepochError, StateMismatchError, UnsupportedSourceError, World
 from midepoch.state.parts import join_states
 from support import sources
+from support.sources import taken
 
 SIZE = 24
 METHODS: dict[str, dict[str, Any]] = {"here": {}, "fork": {"num_workers": 1, "multiprocessing_context": "fork"}}
@@ -75,9 +76,7 @@ FAILING: dict[str, Callable[..., DataLoader[int]]] = {
 
 @pytest.mark.parametrize(("method", "name"), [*(("here", name) for name in FAILING), ("fork", "after some")])
 def test_a_samplers_own_error_comes_after_its_batches(method: str, name: str) -> None:
-    def make() -> midepoch.Loader:
-        return midepoch.wrap(FAILING[name](**METHODS[method]), seed=1)
-
+    make: Callable[..., Any] = lambda: midepoch.wrap(FAILING[name](**METHODS[method]), seed=1)
     plain, error = until_error(FAILING[name]())
     with make() as loader:
         assert len(loader) == len(plain), "no length raises it"
@@ -254,14 +253,9 @@ SET_BY_LOOPS: dict[str, tuple[Callable[..., DataLoader[Any]], Callable[[Any], No
 }
 
 
-def shown(loader: Any) -> list[Any]:
-    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in loader]
-
-
 def torch_would(make: Callable[..., DataLoader[Any]], change: Callable[[Any], None]) -> list[Any]:
-    plain = make()
-    change(plain)
-    return shown(plain)
+    change(plain := make())
+    return taken(plain)
 
 
 @pytest.mark.parametrize("name", SET_BY_LOOPS)
@@ -271,14 +265,14 @@ def test_what_a_loop_sets_between_passes_is_followed(name: str) -> None:
     source, other = make(), midepoch.wrap(make(), seed=0)
     loader, resumed = midepoch.wrap(source, seed=0), midepoch.wrap(make(), seed=0)
     for changed, on in ((loader, source), (other, other)):
-        assert shown(changed) != expected
+        assert taken(changed) != expected
         change(on)
         assert len(changed) == changed.batches_left == len(expected)
-        assert shown(changed) == expected
+        assert taken(changed) == expected
     if len(expected) > 1:
         change(resumed)
         resumed.load_state_dict(sources.heads(lambda: loader, 1)[1])
-        assert shown(resumed) == expected[1:]
+        assert taken(resumed) == expected[1:]
 
 
 class Remembering(Sampler[int]):
@@ -292,27 +286,27 @@ class Remembering(Sampler[int]):
 def test_one_that_remembers_is_asked_again_only_if_it_was_set() -> None:
     sampler = Remembering()
     loader = midepoch.wrap(DataLoader(sources.Indices(6), batch_size=6, sampler=sampler))
-    whole = shown(loader)
+    whole = taken(loader)
     loader.seek(epoch=0)
-    assert shown(loader) == whole
+    assert taken(loader) == whole
     sampler.first = 2
     loader.seek(epoch=0)
-    assert shown(loader) == [whole[0][2:]]
+    assert taken(loader) == [whole[0][2:]]
 
 
 @pytest.mark.parametrize("name", [name for name in SET_BY_LOOPS if "in place" not in name])  # which nobody sees
 def test_what_a_loop_sets_within_a_pass_is_refused(name: str) -> None:
     make, change = SET_BY_LOOPS[name]
-    loader, whole = midepoch.wrap(make(), seed=0), shown(midepoch.wrap(make(), seed=0))
+    loader, whole = midepoch.wrap(make(), seed=0), taken(midepoch.wrap(make(), seed=0))
     batches = iter(loader)
     next(batches)
     with pytest.raises(MidepochError, match=r"loader\..* was set while a pass is read.*between two passes"):
         change(loader)
-    assert shown(batches) == whole[1:], "the loader is unchanged"
+    assert taken(batches) == whole[1:], "the loader is unchanged"
     for _ in loader:
         break
     change(loader)  # a pass that was left is none
-    assert shown(loader) == torch_would(make, change)
+    assert taken(loader) == torch_would(make, change)
     loader.peek()
     with pytest.raises(MidepochError, match="between two passes"):
         change(loader)
@@ -323,10 +317,10 @@ def test_another_collate_function_is_followed(method: str, more: dict[str, Any])
     source = in_order(**METHODS[method], **more)
     others = set(multiprocessing.active_children())
     with midepoch.wrap(source, seed=0) as loader:
-        assert shown(loader) == [[0, 1], [2, 3], [4, 5]]
+        assert taken(loader) == [[0, 1], [2, 3], [4, 5]]
         workers = set(multiprocessing.active_children()) - others
         set_collate(source)
-        assert shown(loader) == torch_would(in_order, set_collate)
+        assert taken(loader) == torch_would(in_order, set_collate)
         assert loader.collate_fn is times
         for each in workers:
             each.join(60)  # torch ends them, and does not wait
@@ -412,7 +406,7 @@ def test_each_rank_gets_the_list_of_its_own_sampler(name: str, batches: bool) ->
     loaders = [of_rank(name, rank, batches) for rank in range(3)]
     first: list[list[Any]] = []
     for epoch in range(2):
-        ranks = [shown(each) for each in loaders]
+        ranks = [taken(each) for each in loaders]
         first = first or ranks
         assert {index for given in ranks for index in sources.flat(given)} == set(range(100))
         for rank, given in enumerate(map(sources.flat, ranks)):
@@ -432,7 +426,7 @@ def test_each_rank_gets_the_list_of_its_own_sampler(name: str, batches: bool) ->
             resumed = of_rank(name, rank)
             resumed.load_state_dict(saved[rank])
             assert (resumed.position, resumed.batches_left) == (24, len(first[rank]) - 2)
-            assert shown(resumed) == first[rank][2:]
+            assert taken(resumed) == first[rank][2:]
     with pytest.raises(StateMismatchError, match="only the part of rank 1, and this is rank 0 of 3"):
         of_rank(name, 0).load_state_dict(states[1])
 

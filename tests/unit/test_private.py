@@ -14,6 +14,7 @@ import sys
 import types
 import warnings
 from pathlib import Path
+from typing import Any
 
 import cpu_torchvision  # noqa: F401
 import pytest
@@ -51,9 +52,7 @@ def told_by_importing(module: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("package", "module", "part"), CHECKED, ids=[each[0] for each in CHECKED])
-def test_missing_parts_and_untested_versions_are_named(
-    package: str, module: str, part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_parts_and_untested_versions_are_named(package: str, module: str, part: str, monkeypatch: Any) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed")
     importlib.import_module(module)
     assert not told_by_importing(module)

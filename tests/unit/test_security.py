@@ -190,9 +190,7 @@ def planted(folder: Path, urls: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["writable", "link", pytest.param("another's", marks=AS_ROOT)])
-def test_a_folder_that_others_may_have_filled_is_not_believed(
-    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_others_may_have_filled_is_not_believed(how: str, tmp_path: Path, caplog: Any) -> None:
     urls = urls_in(tmp_path)
     whole = indexed(urls, tmp_path / "good")
     cache = tmp_path / "shared"
@@ -237,8 +235,7 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> N
     pytest.importorskip("webdataset", reason="webdataset is not installed")
     from midepoch.adapters.webdataset.index import default_cache
 
-    monkeypatch.delenv("MIDEPOCH_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("HOME", raising=False)
+    for name in ("MIDEPOCH_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", lambda number: {}[number])  # as in a container whose user has no entry
     assert default_cache().name == f"midepoch-{os.geteuid()}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -202,10 +202,7 @@ REMEMBERING = {"a list of its own": InPlace, "a count of passes": Passes, "what 
 @pytest.mark.parametrize("kind", REMEMBERING)
 def test_a_sampler_that_remembers_resumes_in_any_epoch(kind: str) -> None:
     """The epochs before are listed first, in a process that has not read them."""
-
-    def make() -> midepoch.Loader:
-        return midepoch.wrap(loader(REMEMBERING[kind]()), seed=1)
-
+    make: Callable[..., Any] = lambda: midepoch.wrap(loader(REMEMBERING[kind]()), seed=1)
     epochs = sources.every_place(make, epochs=3, read=sources.plain)
     head = make()
     for epoch in range(2):

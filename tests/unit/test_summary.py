@@ -223,13 +223,10 @@ def test_a_summary_looks_at_a_bounded_number(name: str) -> None:
     assert _Walk({"data": value}).read < (1 << 20) + 64 * 4096, "bytes"
 
 
-@torch.inference_mode()
-def inferred() -> Any:
-    return torch.zeros(8)
-
-
 def test_unusual_values_are_summarized() -> None:
-    tensors = [inferred(), torch.ones(4, dtype=torch.cfloat).conj(), torch.tensor(3.0)]
+    with torch.inference_mode():
+        inferred = torch.zeros(8)
+    tensors = [inferred, torch.ones(4, dtype=torch.cfloat).conj(), torch.tensor(3.0)]
     for value in (*tensors, np.array("a" * 5000), np.zeros((0, 5)), [deep()] * 99):
         assert summarize(data=value) == summarize(data=value) != summarize(data=None)
 
@@ -251,29 +248,21 @@ def test_what_is_cut_off_is_said_and_is_no_change() -> None:
     assert changed_paths(found, {path: value for path, value in found.items() if path != CUT_OFF}) == []
 
 
-def datasets() -> dict[str, Any]:
+def steady() -> dict[str, dict[str, int]]:
     def generate() -> Iterator[int]:
         yield from range(3)
 
-    return {
+    held: dict[str, Any] = {
         "holding": Holding(), "tensors": TensorDataset(torch.arange(8)), "subset": Subset(Holding(), [1, 2, 3]),
         "both": ConcatDataset([Holding(), Holding()]), "function": generate, "list": list(range(100)),
         "of strings": {f"key_{number}" for number in range(50)}, "module": torch.nn.Linear(2, 2),
     }  # fmt: skip
-
-
-def steady() -> dict[str, dict[str, int]]:
-    return {
-        name: {path: value for path, value in summarize(data=each).items() if not path.endswith(HERE)}
-        for name, each in datasets().items()
-    }
+    found = {name: summarize(data=each) for name, each in held.items()}
+    return {name: {path: each[path] for path in each if not path.endswith(HERE)} for name, each in found.items()}
 
 
 def test_each_process_finds_the_same() -> None:
-    program = (
-        "import json, sys; sys.path[:0] = sys.argv[1:]; import test_summary; "
-        "print(json.dumps(test_summary.steady()))"
-    )
+    program = "import json, sys; sys.path += sys.argv[1:]; from test_summary import steady; print(json.dumps(steady()))"
     command = [sys.executable, "-c", program, str(Path(__file__).parent), str(TESTS)]
     first, second = (
         subprocess.run(command, capture_output=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed}).stdout
@@ -326,9 +315,7 @@ def test_kept_workers_read_what_the_loop_has_set(kind: Any, method: str, caplog:
 
 
 def test_workers_are_kept_where_nothing_changed() -> None:
-    def children() -> set[int | None]:
-        return {child.pid for child in torch.multiprocessing.active_children()}
-
+    children: Callable[[], set[int | None]] = lambda: {child.pid for child in torch.multiprocessing.active_children()}
     others = children()  # of the tests before this one, in its process
 
     def pids(loader: Loader) -> set[int | None]:

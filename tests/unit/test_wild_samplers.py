@@ -39,9 +39,7 @@ def indices(batches: list[Any]) -> list[int]:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_declared_order_without_an_end_resumes_anywhere(num_workers: int) -> None:
-    def make() -> midepoch.Loader:
-        return wrapped(endless(), num_workers=num_workers)
-
+    make: Callable[..., Any] = lambda: wrapped(endless(), num_workers=num_workers)
     with make() as loader:
         batches, states = [], []
         for batch in itertools.islice(loader, 20):
@@ -99,9 +97,7 @@ def test_one_of_another_order_is_refused_before_memory_is_full() -> None:
 
 
 def test_an_iterable_that_exposes_a_declared_one_jumps() -> None:
-    def make() -> midepoch.Loader:
-        return midepoch.wrap(sources.Exposing(SIZE, endless()))
-
+    make: Callable[..., Any] = lambda: midepoch.wrap(sources.Exposing(SIZE, endless()))
     whole = sources.taken(make(), 3 * SIZE)
     state = sources.heads(make, 30)[1]
     assert (state["position"], state["size"]) == (30, None)
@@ -186,21 +182,16 @@ class Unknown(sources.Buckets):
 
 
 def test_whatever_a_length_raises_is_an_unknown_length() -> None:
-    def make() -> midepoch.Loader:
-        return midepoch.wrap(DataLoader(sources.Indices(SIZE), batch_sampler=Unknown(SIZE)), seed=1, world=World(0, 2))
+    source: Any = sources.Indices(SIZE)
+    made = lambda: midepoch.wrap(DataLoader(source, batch_sampler=Unknown(SIZE)), seed=1, world=World(0, 2))
+    sources.every_place(made, read=sources.plain)
 
-    sources.every_place(make, read=sources.plain)
 
-
-PRETRAINING: dict[str, Callable[..., wild.Pretraining]] = {
-    "in order": wild.Pretraining,
-    "at random": wild.PretrainingAtRandom,
-}
+PRETRAINING: dict[str, Any] = {"in order": wild.Pretraining, "at random": wild.PretrainingAtRandom}
 
 
 def pretraining(name: str, consumed: Any = 0, **keywords: Any) -> DataLoader[Any]:
-    sampler = PRETRAINING[name](SIZE, consumed, BATCH, **keywords)
-    return DataLoader(sources.Noisy(SIZE), batch_sampler=sampler)
+    return DataLoader(sources.Noisy(SIZE), batch_sampler=PRETRAINING[name](SIZE, consumed, BATCH, **keywords))
 
 
 @pytest.mark.filterwarnings("error")
@@ -221,9 +212,7 @@ def test_those_of_language_models_are_exact(name: str) -> None:
 @pytest.mark.parametrize("name", PRETRAINING)
 @pytest.mark.parametrize("cut", [2, None])  # None: at the boundary
 def test_one_built_to_continue_does_not_skip_twice(name: str, cut: int | None) -> None:
-    def make(consumed: Any = 0) -> midepoch.Loader:
-        return midepoch.wrap(pretraining(name, consumed), seed=1)
-
+    make: Callable[..., Any] = lambda consumed=0: midepoch.wrap(pretraining(name, consumed), seed=1)
     with make() as loader:
         batches = sources.taken(loader, cut)
         state, consumed = loader.state_dict(), BATCH * len(batches)
@@ -300,9 +289,7 @@ class SaysLess(Sampler[list[int]]):
 
 
 def test_a_length_that_trainers_stop_at_is_kept_over_a_resume() -> None:
-    def make() -> midepoch.Loader:
-        return midepoch.wrap(DataLoader(sources.Indices(12), batch_sampler=SaysLess()), seed=1)
-
+    make: Callable[..., Any] = lambda: midepoch.wrap(DataLoader(sources.Indices(12), batch_sampler=SaysLess()), seed=1)
     def lengths(loader: midepoch.Loader, batches: int) -> list[int]:
         passed = iter(loader)
         return [len(loader), *(len(loader) for _ in itertools.islice(passed, batches))]

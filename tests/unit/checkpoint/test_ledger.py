@@ -360,9 +360,7 @@ def takes_turns(snapshot: Snapshot, one: Any, two: Any) -> None:
     (reads_both, ["one", "two"], [1] * 12, [0] * 6 + [1] * 6, 2),
     (takes_turns, ["one", "two"], [1, 0] * 12, [0, 1] * 12, 24),
 ])  # fmt: skip
-def test_a_step_was_trained_on_the_loaders_that_are_named(
-    body: Any, names: Any, one: Any, two: Any, lines: int, tmp_path: Path
-) -> None:
+def test_a_step_is_of_the_loaders_named(body: Any, names: Any, one: Any, two: Any, lines: int, tmp_path: Path) -> None:
     loaders = {name: midepoch.wrap(shuffled(), seed=1) for name in ("one", "two")}
     assert trained(tmp_path / "snapshot.pt", body, names, **loaders) == {"one": one, "two": two}
     assert len(read_ledger(tmp_path).lines) == lines

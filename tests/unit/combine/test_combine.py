@@ -48,15 +48,10 @@ def nested(mode: Any, **options: Any) -> Loader:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "min_size": {"mode": "min_size"},
-    "max_size": {"mode": "max_size"},
-    "max_size_cycle": {"mode": "max_size_cycle"},
-    "sequential": {"mode": "sequential"},
-    "all": {"mode": "weighted"},
-    "first": {"mode": "weighted", "until": "first"},
-    "cycle": {"mode": "weighted", "until": "cycle"},
-    "steps": {"mode": "weighted", "steps": 7},
-}
+    **{mode: {"mode": mode} for mode in ("min_size", "max_size", "max_size_cycle", "sequential")},
+    "all": {"mode": "weighted"}, "first": {"mode": "weighted", "until": "first"},
+    "cycle": {"mode": "weighted", "until": "cycle"}, "steps": {"mode": "weighted", "steps": 7},
+}  # fmt: skip
 KINDS: dict[str, Callable[..., Loader]] = {"two": two, "unknown lengths": of_unknown, "nested": nested}
 EPOCHS = 3
 
@@ -101,11 +96,9 @@ def test_cut_anywhere_it_goes_on_as_if_it_had_not_been(kind: str, options: str) 
 
 IN_STEPS = [{"x": "2.0", "y": "3.0"}, {"x": "2.1", "y": "3.1"}]
 GIVEN: dict[Any, list[Any]] = {
-    "min_size": IN_STEPS,
-    "max_size": [*IN_STEPS, {"x": None, "y": "3.2"}],
-    "max_size_cycle": [*IN_STEPS, {"x": "2.0", "y": "3.2"}],
-    "sequential": ["2.0", "2.1", "3.0", "3.1", "3.2"],
-}
+    "min_size": IN_STEPS, "max_size": [*IN_STEPS, {"x": None, "y": "3.2"}],
+    "max_size_cycle": [*IN_STEPS, {"x": "2.0", "y": "3.2"}], "sequential": ["2.0", "2.1", "3.0", "3.1", "3.2"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", [*GIVEN, "weighted"])
@@ -130,10 +123,7 @@ def test_a_cycle_counts_each_part_s_own_epochs() -> None:
 
 def test_forms() -> None:
     Pair = namedtuple("Pair", ["left", "right"])
-
-    def parts() -> list[Loader]:
-        return [wrap([1, 2]), wrap([3, 4])]
-
+    parts: Callable[..., Any] = lambda: [wrap([1, 2]), wrap([3, 4])]
     assert list(combine(Pair(*parts()), "min_size")) == [Pair(1, 3), Pair(2, 4)]
     assert list(combine(tuple(parts()), "min_size")) == [(1, 3), (2, 4)]
     assert list(combine(parts(), "min_size")) == [[1, 3], [2, 4]]
@@ -157,14 +147,10 @@ def test_draws_are_pinned() -> None:
 @settings(max_examples=60, deadline=None)
 @example(sizes=[400, 3], weights=[1] * 4, until="cycle", seed=1)
 @given(
-    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    weights=st.lists(st.integers(0, 5), min_size=4, max_size=4),
-    until=st.sampled_from(["all", "first", "cycle"]),
-    seed=st.integers(0, 50),
-)
-def test_an_epoch_s_length_is_counted_as_it_is_drawn(
-    sizes: list[int], weights: list[int], until: Any, seed: int
-) -> None:
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4), seed=st.integers(0, 50),
+    weights=st.lists(st.integers(0, 5), min_size=4, max_size=4), until=st.sampled_from(["all", "first", "cycle"]),
+)  # fmt: skip
+def test_an_epoch_s_length_is_counted_as_drawn(sizes: list[int], weights: list[int], until: Any, seed: int) -> None:
     chosen = weights[: len(sizes)]
     chosen[0] += not any(chosen)
     parts = [wrap(list(range(size))) for size in sizes]
@@ -212,10 +198,7 @@ def varying() -> Loader:
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
 def test_a_part_whose_epochs_vary_is_counted_in_its_own_epoch(mode: Any) -> None:
     """Also where an epoch was left; the cuts above have it in nested ones."""
-
-    def make() -> Loader:
-        return combine([varying(), wrap([0, 1, 2])], mode)
-
+    make: Callable[..., Any] = lambda: combine([varying(), wrap([0, 1, 2])], mode)
     assert [len(epoch) for epoch in passes(varying(), 6)] == [3, 4, 2, 4, 4, 3]
     first, second = passes(make(), 2)
     broken = make()
@@ -359,10 +342,7 @@ def test_draws_by_weight_go_on_in_other_worlds() -> None:
         world = midepoch.World(rank, ranks)
         parts = {"short": noisy(12, 1, world=world), "long": noisy(21, 2, world=world)}
         return combine(parts, "weighted", seed=3, weights={"short": 1, "long": 3})
-
-    def rows(batches: Any) -> list[Any]:
-        return [tuple(row) for batch in batches for row in batch]
-
+    rows: Callable[..., Any] = lambda batches: [tuple(row) for batch in batches for row in batch]
     alone, loader = rows(drawn()), drawn()
     head, rest = rows(itertools.islice(loader, 3)), list[Any]()
     for rank in range(2):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -202,10 +201,7 @@ def test_a_pass_given_up_in_its_first_global_batch_is_over() -> None:
 
 def test_then_sees_batches_without_samples_too() -> None:
     """And draws for each anew."""
-
-    def noise(batch: torch.Tensor) -> tuple[list[int], float]:
-        return batch.tolist(), random.random()
-
+    noise = lambda batch: (batch.tolist(), random.random())
     seen: dict[int, list[Any]] = {}
     for rank in range(3):
         for again in range(2):

@@ -42,9 +42,7 @@ def begun(loader: Loader, count: int = 1, commits: bool = False) -> Iterator[Any
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_persistent_workers_outlive_a_change_of_the_world(persistent: bool) -> None:
-    def children() -> set[int]:
-        return {child.pid for child in psutil.Process().children()} - before
-
+    children: Callable[..., Any] = lambda: {child.pid for child in psutil.Process().children()} - before
     before = set[int]()
     before |= children()
     loader = by_index(World(0, 2), num_workers=2, persistent_workers=persistent)
@@ -84,10 +82,6 @@ def test_a_rank_that_joins_where_nothing_is_left_ends_the_epoch(resharded: bool)
     def make(world: World) -> Loader:
         source = DataLoader(sources.Indices(21), batch_size=4, drop_last=True)
         return midepoch.wrap(source, seed=0, world=world, tail="uneven")
-
-    def places() -> list[Any]:
-        return [(loader.state_dict()["epoch"], loader.state_dict()["position"]) for loader in (stays, joins)]
-
     stays, joins = make(World()), make(World() if resharded else World(1, 2))
     bodies = [stays.epochs(2), joins.epochs(2)]
     next(bodies[0])
@@ -101,7 +95,7 @@ def test_a_rank_that_joins_where_nothing_is_left_ends_the_epoch(resharded: bool)
     assert (joins.epoch, joins.position) == (stays.epoch, stays.position) == (0, 21)
     stays.commit()
     joins.commit()
-    assert places() == [(0, 21)] * 2
+    assert [(each.state_dict()["epoch"], each.state_dict()["position"]) for each in (stays, joins)] == [(0, 21)] * 2
     assert [next(body) for body in bodies] == [1, 1]
     assert [next(iter(loader)).tolist() for loader in (stays, joins)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 

@@ -81,9 +81,7 @@ def cut(loader: Loader, change: Change, at: tuple[int, int] | None = None) -> tu
 
 @pytest.mark.parametrize(("workers", "kept"), [(0, False), (2, True)])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_the_program_restores_is_exact_or_said(
-    change: str, workers: int, kept: bool, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_what_the_program_restores_is_exact_or_said(change: str, workers: int, kept: bool, recwarn: Any) -> None:
     """It saves the factor with the state, and sets it before the first batch, as a program does.
 
     Datasets that are read by index are in tests/jobs/test_changed_data.py.

@@ -100,9 +100,7 @@ def test_a_resume_at_every_place(name: str, seldom: bool) -> None:
 
 
 def test_the_callers_generators_are_left_as_they_were() -> None:
-    def drawn() -> list[float]:
-        return [random.random(), np.random.standard_normal(), torch.rand(()).item()]
-
+    drawn: Callable[..., Any] = lambda: [random.random(), np.random.standard_normal(), torch.rand(()).item()]
     sources.under_other_seeds(1)
     expected = drawn()
     sources.under_other_seeds(1)
@@ -208,9 +206,7 @@ class Failing:
 
 @pytest.mark.parametrize(("error", "on_error"), [(ZeroDivisionError, "retry"), (KeyboardInterrupt, None)])
 def test_an_error_comes_with_its_batch(error: type[BaseException], on_error: Any) -> None:
-    def make(then: Any) -> Loader:
-        return midepoch.wrap(list(range(9)), seed=1, then=then, on_error=on_error)
-
+    make: Callable[..., Any] = lambda then: midepoch.wrap(list(range(9)), seed=1, then=then, on_error=on_error)
     whole, loader = list(make(Failing(-1))), make(Failing(5, 1, error))
     batches = iter(loader)
     assert [next(batches) for _ in range(5)] == whole[:5]

@@ -96,12 +96,10 @@ def test_histories_against_lists(data: st.DataObject) -> None:
                             next(iter(loaders[rank]))
         elif event == "next":
             for rank, each in enumerate(passes):
-                expected = plans[rank][at] if at < len(plans[rank]) else None
-                if expected is None:
-                    if at >= steps:
-                        assert next(each, None) is None
-                else:
-                    own, repeats = expected
+                if at >= steps:
+                    assert next(each, None) is None
+                elif at < len(plans[rank]):
+                    own, repeats = plans[rank][at]
                     assert next(each) == [sample(epoch, position) for position in own + repeats]
                     handed = True
                     given_out.update(own)

@@ -67,35 +67,31 @@ def made() -> np.random.Generator:
     return np.random.default_rng(3)
 
 
+def in_a_module(rng: Any) -> Holder:
+    layer: Any = torch.nn.Identity()
+    layer.rng = rng
+    return Holder(torch.nn.Sequential(layer))
+
+
 PLACES: dict[str, Callable[[Any], Any]] = {
-    "an attribute": Holder,
-    "a slot": Slotted,
-    "a slot of a parent": SlottedChild,
-    "a list": lambda rng: Holder([1, [rng]]),
-    "a dict": lambda rng: Holder({"a": {("b", 2): rng}}),
-    "a set": lambda rng: Holder({rng}),
-    "a tuple in a deque": lambda rng: Holder(deque([(rng,)])),
+    "an attribute": Holder, "a slot": Slotted, "a slot of a parent": SlottedChild,
+    "a list": lambda rng: Holder([1, [rng]]), "a dict": lambda rng: Holder({"a": {("b", 2): rng}}),
+    "a set": lambda rng: Holder({rng}), "a tuple in a deque": lambda rng: Holder(deque([(rng,)])),
     "a subclass of dict": lambda rng: Holder(type("Mine", (dict,), {})(a=rng)),
     "a namespace": lambda rng: types.SimpleNamespace(rng=rng),
-    "a closure": closed_over,
-    "a method's closure": in_a_method,
+    "a closure": closed_over, "a method's closure": in_a_method, "a module of torch's": in_a_module,
     "a partial": lambda rng: functools.partial(closed_over, rng),
     "a partial of a partial": lambda rng: functools.partial(functools.partial(closed_over), rng),
     "a partial's keyword": lambda rng: functools.partial(closed_over, rng=rng),
-    "a bound method": lambda rng: Holder(Holder(rng).told),
-    "a bound method of its own": lambda rng: Holder(rng.random),
-    "a module of torch's": lambda rng: Holder(torch.nn.Sequential(torch.nn.Identity())),
-}
+    "a bound method": lambda rng: Holder(Holder(rng).told), "one of its own": lambda rng: Holder(rng.random),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("make", [made, lambda: random.Random(3), lambda: np.random.RandomState(3)])
 def test_the_promised_places_are_searched(place: str, make: Callable[[], Any]) -> None:
     rng = make()
-    holder = PLACES[place](rng)
-    if place == "a module of torch's":
-        holder.held[0].rng = rng
-    found, hopeless = find_generators(holder)
+    found, hopeless = find_generators(PLACES[place](rng))
     assert [getattr(rng, "bit_generator", rng)] == [each.generator for each in found]
     assert hopeless == []
 
@@ -147,8 +143,7 @@ def test_global_generators_and_cycles_hold_none() -> None:
 def test_a_generator_that_cannot_be_keyed_is_named_at_the_start() -> None:
     dataset = sources.Indices(4)
     dataset.inner = {"entropy": random.SystemRandom()}  # type: ignore[attr-defined]
-    told = pytest.warns(MidepochWarning, match=r"Indices.inner\['entropy'\] \(SystemRandom\).*sample_generator")
-    with told:
+    with pytest.warns(MidepochWarning, match=r"Indices.inner\['entropy'\] \(SystemRandom\).*sample_generator"):
         next(iter(midepoch.wrap(DataLoader(dataset), seed=5)))
 
 
@@ -232,9 +227,7 @@ def test_generators_made_by_the_first_batch_are_exact(kind: type[sources.Indices
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_one_made_by_a_later_batch_is_warned_of(
-    num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_made_by_a_later_batch_is_warned_of(num_workers: int, tmp_path: Path, monkeypatch: Any) -> None:
     """Also in a worker process, which ends with the pass."""
     said = tmp_path / "said"
 
@@ -305,8 +298,7 @@ def test_only_the_batch_that_draws_first_is_read_again() -> None:
 
 
 def every_state() -> list[Any]:
-    pair: Any = np.random.get_state(legacy=False)
-    return [random.getstate(), repr(pair), torch.get_rng_state().tolist()]
+    return [random.getstate(), repr(np.random.get_state(legacy=False)), torch.get_rng_state().tolist()]
 
 
 def reads(streams: Streams, draw: Callable[[], Any]) -> list[str]:

@@ -352,11 +352,8 @@ def slow(seed: int) -> Loader:
 
 def test_loaders_read_by_several_threads_give_what_each_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_SECONDS_TO_WAIT", 60)  # on a busy machine too
-
-    def read(seed: int) -> list[Any]:
-        return sources.taken(slow(seed))
-
-    alone = [read(seed) for seed in range(3)]
+    read = lambda seed: sources.taken(slow(seed))
+    alone = list(map(read, range(3)))
     sources.under_other_seeds(3)
     expected = caller_draws()
     sources.under_other_seeds(3)

@@ -27,8 +27,6 @@ from support.sources import Indices, loaded
 
 EXAMPLE = ROOT / "examples" / "without_midepoch.py"
 PAGE = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
-
-
 without = module_of(EXAMPLE)
 
 

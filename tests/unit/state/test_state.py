@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import decimal
 import functools
 import json
@@ -207,17 +208,12 @@ def tagged(**content: Any) -> str:
 
 # Large ones are made by the process that tests them, not by each that collects.
 HOSTILE: dict[str, str | Callable[[], str]] = {
-    "empty": "",
-    "no base64": "%%%",
-    "not ascii": "é",
-    "no zlib": base64.b64encode(b"nonsense").decode(),
-    "truncated": encode(list(range(1000)))[:40],
-    "no json": as_text(b"{"),
+    "empty": "", "no base64": "%%%", "not ascii": "é", "no zlib": base64.b64encode(b"nonsense").decode(),
+    "truncated": encode(list(range(1000)))[:40], "no json": as_text(b"{"),
     "pickle": base64.b64encode(pickle.dumps([1])).decode(),
     "deep": lambda: as_text(b"[" * 10_000_000 + b"]" * 10_000_000),
     "deep tags": lambda: as_text(b'{"__midepoch__":"tuple","items":[' * 100_000 + b"]}" * 100_000),
-    "bomb": lambda: as_text(b"1" + b" " * (300 << 20)),
-    "endless integer": lambda: as_text(b"9" * 100_000),
+    "bomb": lambda: as_text(b"1" + b" " * (300 << 20)), "endless integer": lambda: as_text(b"9" * 100_000),
     "object array": tagged(kind="array", dtype="|O", shape=[1], data="AAAAAAAAAAA="),
     "void array": tagged(kind="array", dtype="V8", shape=[1], data="AAAAAAAAAAA="),
     "dtype of code": tagged(kind="array", dtype="__import__('os')", shape=[1], data=""),
@@ -229,7 +225,7 @@ HOSTILE: dict[str, str | Callable[[], str]] = {
     "dtype of a list": tagged(kind="array", dtype=[["a", "i4"]], shape=[1], data="AAAAAA=="),
     "foreign endianness": tagged(kind="tensor", dtype=">i8", shape=[1], data="AAAAAAAAAAA="),
     "long double tensor": tagged(kind="tensor", dtype="<f16", shape=[1], data="A" * 21 + "A=="),
-}
+}  # fmt: skip
 
 
 def test_other_keys_are_named_whatever_they_are() -> None:
@@ -270,10 +266,8 @@ def jsons(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 @settings(max_examples=1000, deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.sampled_from(WORDS), jsons, max_leaves=12))
 def test_any_json_decodes_or_is_refused(value: Any) -> None:
-    try:
+    with contextlib.suppress(StateCorruptError):
         decode(as_text(json.dumps(value).encode()))
-    except StateCorruptError:
-        return
 
 
 class Slotted:
@@ -287,26 +281,20 @@ def unlike() -> dict[str, tuple[Any, Any]]:
     """By kind: two values that differ in content alone."""
     pyarrow: Any = pytest.importorskip("pyarrow", reason="needs the extra datasets")
     tensors: dict[str, Callable[[Any], Any]] = {
-        "bfloat16": lambda each: each.bfloat16(),
-        "float8": lambda each: each.to(torch.float8_e4m3fn),
-        "sparse": lambda each: each.to_sparse(),
-        "sparse rows": lambda each: each.to_sparse_csr(),
+        "bfloat16": lambda each: each.bfloat16(), "float8": lambda each: each.to(torch.float8_e4m3fn),
+        "sparse": lambda each: each.to_sparse(), "sparse rows": lambda each: each.to_sparse_csr(),
         "nested": lambda each: torch.nested.nested_tensor([each, each[1:]]),
         "jagged": lambda each: torch.nested.nested_tensor([each[0], each[1]], layout=torch.jagged),
         "quantized": lambda each: torch.quantize_per_tensor(each, 0.1, 0, torch.qint8),
-        "slots": lambda each: Slotted(each.bfloat16()),
-        "in a batch": lambda each: {"a": [each.bfloat16()]},
-    }
+        "slots": lambda each: Slotted(each.bfloat16()), "in a batch": lambda each: {"a": [each.bfloat16()]},
+    }  # fmt: skip
     return {name: (make(torch.eye(4)), make(2 * torch.eye(4))) for name, make in tensors.items()} | {
         "image": (PIL.Image.new("RGB", (4, 4), "red"), PIL.Image.new("RGB", (4, 4), "blue")),
-        "decimal": (decimal.Decimal(1), decimal.Decimal(2)),
-        "set": ({1, 2}, {1, 3}),
-        "large set": (set(range(100)), set(range(1, 101))),
-        "set of sets": ({frozenset("ab")}, {frozenset("ac")}),
-        "path": (Path("a"), Path("b")),
-        "deque": (deque([1]), deque([2])),
+        "decimal": (decimal.Decimal(1), decimal.Decimal(2)), "path": (Path("a"), Path("b")),
+        "set": ({1, 2}, {1, 3}), "large set": (set(range(100)), set(range(1, 101))),
+        "set of sets": ({frozenset("ab")}, {frozenset("ac")}), "deque": (deque([1]), deque([2])),
         "table": (pyarrow.table({"a": [1]}), pyarrow.table({"a": [2]})),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
