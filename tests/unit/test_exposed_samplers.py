@@ -18,8 +18,6 @@ SIZE = 22
 
 
 class Own(sources.Documents):
-    """The same, as its own iterator."""
-
     def __iter__(self) -> Iterator[Any]:
         self.indices = iter(self.sampler)
         self.chunks: Iterator[Any] = iter(())
@@ -33,8 +31,6 @@ class Own(sources.Documents):
 
 
 class Stopped(sources.Documents):
-    """Ends at a certain index, unless that comes first."""
-
     def __iter__(self) -> Iterator[Any]:
         for place, index in enumerate(self.sampler):
             if index == 7 and place:
@@ -43,8 +39,6 @@ class Stopped(sources.Documents):
 
 
 class Twice(sources.Documents):
-    """Begins its sampler again, in some epochs."""
-
     def __iter__(self) -> Iterator[Any]:
         last = -1
         for last in self.sampler:
@@ -165,8 +159,6 @@ def test_one_without_indices_is_empty() -> None:
 
 
 class Drawing(sources.Exposing):
-    """Takes as many indices for a sample as it is told."""
-
     def __init__(self, draws: int) -> None:
         super().__init__(12)
         self.draws = draws

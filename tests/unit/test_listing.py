@@ -111,8 +111,6 @@ def test_it_comes_through_then_and_a_peek() -> None:
 
 
 class Sized(sources.Indices):
-    """Samples of a size that a sampler may set."""
-
     width, epoch = 32, 0
 
     def __getitem__(self, index: int) -> Any:

@@ -68,8 +68,6 @@ class OfAWorld(Sampler[int]):
 
 
 class OnlyItsRank(Named):
-    """Is built for a rank of two."""
-
     def __init__(self, rank: int) -> None:
         super().__init__(_rank=rank, _world_size=2)
 
@@ -161,8 +159,6 @@ def test_a_distributed_sampler_with_a_state_is_understood() -> None:
 
 
 class InPlace(Sampler[int]):
-    """Shuffles a list of its own, which stays shuffled."""
-
     def __init__(self) -> None:
         self.indices = list(range(SIZE))
 
@@ -185,8 +181,6 @@ class Passes(Sampler[int]):
 
 
 class Seen(Sampler[int]):
-    """Gives each sample once in all its passes, some in each."""
-
     def __init__(self) -> None:
         self.seen: set[int] = set()
 

@@ -276,8 +276,6 @@ def test_each_process_finds_the_same() -> None:
 
 
 class Scaled(sources.Indices):
-    """Sample i and a factor that the program may change."""
-
     def __init__(self, size: int = 12) -> None:
         super().__init__(size)
         self.factor = 1.0

@@ -39,8 +39,6 @@ def by_the_system() -> Iterator[bytes]:
 
 
 class MakesItsGeneratorLate:
-    """Keeps a generator of the system's that its first pass has made."""
-
     generator: Any = None
 
     def __iter__(self) -> Iterator[float]:
@@ -92,8 +90,6 @@ def test_a_function_is_believed() -> None:
 
 
 class Logged:
-    """Says what is read of it and of all its copies."""
-
     log: ClassVar[list[int]] = []
 
     def __iter__(self) -> Iterator[int]:
@@ -114,8 +110,6 @@ def test_a_trial_reads_one_unit_in_each_of_two_passes_once() -> None:
 
 
 class Once:
-    """Fails where it is not the object that was made."""
-
     def __init__(self) -> None:
         self.me = id(self)
 
@@ -154,8 +148,6 @@ def with_calls(samples: Any, calls: int) -> Any:
 
 
 class Collate:
-    """Counts its calls, and gives what it is told to."""
-
     def __init__(self, give: Callable[[Any, int], Any] = tensor_of) -> None:
         self.give, self.calls = give, 0
 

@@ -110,8 +110,6 @@ def test_an_iterable_that_exposes_a_declared_one_jumps() -> None:
 
 
 class Without(Sampler[int]):
-    """Ends, and does not say when."""
-
     def __init__(self, count: int) -> None:
         self.count = count
 
@@ -120,8 +118,6 @@ class Without(Sampler[int]):
 
 
 class Declared(Without):
-    """Says so."""
-
     def __len__(self) -> int:
         return self.count * SIZE
 

@@ -162,7 +162,6 @@ def test_each_snapshot_names_its_own_lines(tmp_path: Path) -> None:
 
 
 def written(path: Path) -> int:
-    """Bytes in a ledger."""
     return sum(file.stat().st_size for file in ledger_path(path).iterdir())
 
 

@@ -714,8 +714,6 @@ def test_without_a_process_group_several_processes_are_refused(tmp_path: Path, m
 
 
 class Stateless(sources.Counter):
-    """A part that has lost its state on one rank."""
-
     def state_dict(self) -> dict[str, Any]:
         if self.count == 1:
             raise RuntimeError("it is gone")

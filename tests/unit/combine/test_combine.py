@@ -191,7 +191,6 @@ def test_a_pickle_stands_where_the_loader_stands() -> None:
 
 
 def varying() -> Loader:
-    """Epochs of 3, 4, 2, 4, 4, 3 batches."""
     return combine([wrap(["a0", "a1"]), wrap(["b0", "b1", "b2"])], "weighted", until="first", seed=46)
 
 
@@ -212,8 +211,6 @@ def test_a_part_whose_epochs_vary_is_counted_in_its_own_epoch(mode: Any) -> None
 
 
 class Breaking(sources.Indices):
-    """Fails at one sample; counts its reads."""
-
     def __init__(self, at: int) -> None:
         super().__init__(6)
         self.at, self.reads = at, 0

@@ -260,8 +260,6 @@ def test_a_length_that_changes_in_mid_epoch_is_named(kind: str, change: int) -> 
 
 
 class Measured(sources.Exposing):
-    """With a length."""
-
     def __init__(self, items: list[int]) -> None:
         super().__init__(len(items))
         self.items = items

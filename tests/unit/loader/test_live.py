@@ -119,8 +119,6 @@ def test_states_of_ranks_without_a_part_of_the_last_batches() -> None:
 
 
 class Mute(sources.Counter):
-    """Cannot say its state from the fourth batch on."""
-
     def state_dict(self) -> dict[str, Any]:
         if self.given > 3:
             raise ValueError("a state was lost")

@@ -278,8 +278,6 @@ def test_what_one_epoch_has_set_for_good_is_missed_at_a_boundary(restored: str) 
 
 
 class Remembering(Stream):
-    """Gives one sample more in each pass that it has begun."""
-
     def __init__(self) -> None:
         super().__init__()
         self.passes = 0

@@ -141,8 +141,6 @@ def test_the_numbers_are_those_of_a_generator_seeded_by_the_key(name: str) -> No
 
 
 class Late:
-    """Makes its generator when it is first called."""
-
     def __init__(self) -> None:
         self.generator: random.Random | None = None
 
@@ -192,8 +190,6 @@ def test_without_streams_it_draws_from_the_caller() -> None:
 
 
 class Failing:
-    """Fails for the same batch, as often as it is told to."""
-
     def __init__(self, at: int, times: int = 1, error: type[BaseException] = ZeroDivisionError) -> None:
         self.at, self.times, self.error = at, times, error
 

@@ -151,8 +151,6 @@ def test_a_generator_that_cannot_be_keyed_is_named_at_the_start() -> None:
 
 
 class Records(sources.Indices):
-    """As people read annotations: a list of objects."""
-
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.records = [Holder(number) for number in range(size)]
@@ -190,8 +188,6 @@ def wrapped(dataset: Any, num_workers: int = 0) -> Loader:
 
 
 class OfTwoKinds(sources.Indices):
-    """Makes its generators, one for each kind of sample, when the first batch is read."""
-
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.parts: dict[int, Any] = {}
@@ -211,8 +207,6 @@ class Later(sources.Indices):
 
 
 class Reseeding(sources.Indices):
-    """Makes a generator for each sample, by its number."""
-
     def __getitem__(self, index: int) -> Any:
         self.rng = np.random.default_rng(index)
         return index, self.rng.random()

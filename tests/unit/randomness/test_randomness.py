@@ -229,8 +229,6 @@ def test_the_global_generators_draw_unlike_numbers() -> None:
 
 
 class Openly(sources.Indices):
-    """One sample draws openly, the others by a function."""
-
     def __init__(self, size: int, draw: Callable[[], Any]) -> None:
         super().__init__(size)
         self.draw = draw
