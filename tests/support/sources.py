@@ -131,6 +131,13 @@ class Untouchable:
     value = __class__ = property(forbidden)
 
 
+class Slotted:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
 # --- map-style datasets ---
 
 
@@ -147,6 +154,17 @@ class Indices(Dataset[int]):
         if not 0 <= index < self.size:
             raise IndexError(index)
         return index
+
+
+class Made(Indices):
+    """Sample i is what a function makes of i."""
+
+    def __init__(self, make: Callable[[Any], Any], size: int) -> None:
+        super().__init__(size)
+        self.make = make
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.make(index)
 
 
 class Noisy(Indices):

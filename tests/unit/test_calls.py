@@ -62,8 +62,7 @@ def test_a_steady_batch_takes_few_calls(verify: Any, most: int) -> None:
     loader = midepoch.wrap(DataLoader(sources.Indices(4000), batch_size=4, shuffle=True), seed=1, verify=verify)
     batches = iter(loader)
     first = calls_of(lambda: next(batches))
-    for _ in range(35):
-        next(batches)
+    sources.taken(batches, 35)
     steady = [calls_of(lambda: next(batches)) for _ in range(25)]
     assert sum(map(Counter.total, steady)) / len(steady) < 12.5, steady[0]
     # Commits, worlds that change and global batches of several steps cost a loader without them nothing.
@@ -126,8 +125,7 @@ def test_then_adds_few_calls_to_a_steady_batch(draw: Callable[[], object]) -> No
     def steady(**options: Any) -> Counter[str]:
         loader = midepoch.wrap(DataLoader(sources.Indices(4000), batch_size=4, shuffle=True), seed=1, **options)
         batches = iter(loader)
-        for _ in range(35):
-            next(batches)
+        sources.taken(batches, 35)
         return calls_of(lambda: [next(batches) for _ in range(25)])
 
     more = steady(then=then)
@@ -147,30 +145,25 @@ def test_a_steady_batch_of_shards_takes_few_calls(tmp_path: Path, kind: str, mon
     shards = urls if kind == "indexed" else webdataset_sources.compress(urls)
     dataset = wds.WebDataset(shards, shardshuffle=9).shuffle(50).batched(4, collation_fn=list)
     batches = iter(midepoch.wrap(dataset, seed=1))
-    for _ in range(10):
-        next(batches)
+    sources.taken(batches, 10)
     mean = calls_of(lambda: [next(batches) for _ in range(50)]).total() / 50
     # Most of them read a sample's files.
     assert mean <= {"indexed": 245, "streamed": 390}[kind]
 
 
 SOURCES: dict[str, Callable[[], Any]] = {
-    "shuffled": sources.noisy_loader,
+    "shuffled": sources.noisy_loader, "a state of its own": sources.Counter, "a list": lambda: [1, 2, 3],
     "with workers": lambda: sources.noisy_loader(num_workers=2, persistent_workers=True),
     "a sampler of somebody's": lambda: DataLoader(sources.Noisy(22), 4, sampler=sources.EverySecond(22)),
     "a batch sampler": lambda: DataLoader(sources.Noisy(22), batch_sampler=sources.Buckets(22)),
     "a sampler without an end": lambda: DataLoader(sources.Noisy(22), 4, sampler=wild_sources.TrainingSampler(22)),
     "a wrapper": lambda: wild_sources.OneAhead(sources.noisy_loader(num_workers=2)),
-    "exposed samplers": lambda: sources.Exposing(22),
+    "exposed samplers": lambda: sources.Exposing(22), "StatefulIterable": lambda: sources.Inheriting(22),
     "exposed samplers in a loader": lambda: DataLoader(sources.Pairs(22), 4),
-    "StatefulIterable": lambda: sources.Inheriting(22),
-    "a stream": lambda: DataLoader(sources.Stream(22), 4),
-    "a generator function": lambda: sources.numbers,
+    "a stream": lambda: DataLoader(sources.Stream(22), 4), "a generator function": lambda: sources.numbers,
     "a re-iterable": lambda: sources.Restartable(10),
-    "a list": lambda: [1, 2, 3],
-    "a state of its own": sources.Counter,
     "a million samples": lambda: DataLoader(sources.Noisy(1_000_000), 4, shuffle=True),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SOURCES)

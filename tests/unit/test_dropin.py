@@ -20,12 +20,6 @@ class Rows(sources.Indices):
         return {"input_ids": torch.tensor([float(super().__getitem__(index))]), "labels": torch.tensor([0.0])}
 
 
-READ = (
-    "dataset", "batch_size", "num_workers", "drop_last", "collate_fn", "pin_memory", "generator", "timeout",
-    "prefetch_factor", "worker_init_fn", "persistent_workers", "multiprocessing_context",
-)  # fmt: skip
-
-
 def source(**keywords: Any) -> DataLoader[Any]:
     return DataLoader(Rows(20), batch_size=4, shuffle=True, **keywords)
 
@@ -34,7 +28,10 @@ def streamed() -> DataLoader[Any]:
     return DataLoader(sources.Stream(8), batch_size=2)
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", [
+    "dataset", "batch_size", "num_workers", "drop_last", "collate_fn", "pin_memory", "generator", "timeout",
+    "prefetch_factor", "worker_init_fn", "persistent_workers", "multiprocessing_context",
+])  # fmt: skip
 def test_reads_go_to_the_source_and_assignments_are_refused(name: str) -> None:
     theirs = source()
     loader = midepoch.wrap(theirs, seed=1)

@@ -192,18 +192,13 @@ class Mosaic(BatchSampler):
             yield [(self.mosaic, index) for index in batch]
 
 
-class Marked(sources.Indices):
-    def __getitem__(self, key: Any) -> Any:
-        return str(key)
-
-
 def weighted(**keywords: Any) -> DataLoader[Any]:
     sampler = torch.utils.data.WeightedRandomSampler(torch.ones(6), 6)  # type: ignore[arg-type]
     return DataLoader(range(6), 3, sampler=sampler, **keywords)  # type: ignore[arg-type]
 
 
 def mosaic(**keywords: Any) -> DataLoader[Any]:
-    return DataLoader(Marked(6), batch_sampler=Mosaic(SequentialSampler(range(6)), 3, False), **keywords)
+    return DataLoader(sources.Made(str, 6), batch_sampler=Mosaic(SequentialSampler(range(6)), 3, False), **keywords)
 
 
 def in_order(**keywords: Any) -> DataLoader[Any]:
@@ -228,10 +223,6 @@ def setting(path: str, value: Any) -> Callable[[Any], None]:
     return change
 
 
-def set_weights_in_place(loader: Any) -> None:
-    loader.sampler.weights[:5] = 0
-
-
 set_weights = setting("sampler.weights", torch.tensor([0.0] * 5 + [1.0]))
 set_collate = setting("collate_fn", times)
 
@@ -242,7 +233,7 @@ def set_drop_last(loader: Any) -> None:
 
 SET_BY_LOOPS: dict[str, tuple[Callable[..., DataLoader[Any]], Callable[[Any], None]]] = {
     "weights": (weighted, set_weights),
-    "weights in place": (weighted, set_weights_in_place),
+    "weights in place": (weighted, lambda loader: loader.sampler.weights[:5].zero_()),
     "an attribute of a batch sampler": (mosaic, setting("batch_sampler.mosaic", False)),
     "a batch size": (in_order, setting("batch_sampler.batch_size", 4)),
     "drop_last": (in_order, set_drop_last),
@@ -296,8 +287,7 @@ def test_one_that_remembers_is_asked_again_only_if_it_was_set() -> None:
 def test_what_a_loop_sets_within_a_pass_is_refused(name: str) -> None:
     make, change = SET_BY_LOOPS[name]
     loader, whole = midepoch.wrap(make(), seed=0), taken(midepoch.wrap(make(), seed=0))
-    batches = iter(loader)
-    next(batches)
+    next(batches := iter(loader))
     with pytest.raises(MidepochError, match=r"loader\..* was set while a pass is read.*between two passes"):
         change(loader)
     assert taken(batches) == whole[1:], "the loader is unchanged"

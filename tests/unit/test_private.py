@@ -45,8 +45,7 @@ def fresh(name: str) -> types.ModuleType:
 
 
 def told_by_importing(module: str) -> list[str]:
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         fresh(module)
     return [str(each.message) for each in told if issubclass(each.category, midepoch.MidepochWarning)]
 
@@ -73,8 +72,7 @@ def test_missing_parts_and_untested_versions_are_named(package: str, module: str
 def test_versions_and_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     def warns(version: str, tested: tuple[str, str]) -> bool:
         monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as told:
             Package("Some", ("some",), tested)
         return bool(told)
 
@@ -89,8 +87,7 @@ def test_a_version_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -
     pytest.importorskip("webdataset", reason="webdataset is not installed")
     importlib.import_module("midepoch.adapters.webdataset")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.2.86")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", midepoch.MidepochWarning)
+    with warnings.catch_warnings(action="ignore", category=midepoch.MidepochWarning):
         told = r"webdataset 0.2.86 is installed, and midepoch needs 1.0 or later: pip install 'webdataset==1.0"
         with pytest.raises(midepoch.UnsupportedSourceError, match=told):
             fresh("midepoch.adapters.webdataset.private")

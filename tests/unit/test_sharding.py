@@ -127,8 +127,7 @@ ONE_RANK_S = {
 def test_a_list_as_long_as_one_rank_s_share_is_one_sign(kind: str) -> None:
     with pytest.warns(MidepochWarning, match=r"may divide its list among ranks \(.* has a length of .* for 24 samples"):
         midepoch.wrap(ONE_RANK_S[kind](), seed=1, world=World(1, 2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         midepoch.wrap(ONE_RANK_S[kind](), seed=1, world=World(1, 2), shard=True)
         midepoch.wrap(ONE_RANK_S[kind](), seed=1, world=World(1, 3))
         midepoch.wrap(ONE_RANK_S[kind](), seed=1)
@@ -230,8 +229,7 @@ def test_the_sampler_itself_is_iterated_once_an_epoch() -> None:
     ours = midepoch.wrap(loader(sampler), seed=1)
     ours.load_state_dict(state)
     assert sampler.passes == 0, "a copy is compared"
-    batches = iter(ours)
-    next(batches)
+    next(_held := iter(ours))
     ours.load_state_dict(ours.state_dict())
     list(ours)
     assert sampler.passes == 1

@@ -35,13 +35,6 @@ class Mode(enum.Enum):
     TEST = 2
 
 
-class Slotted:
-    __slots__ = ("p",)
-
-    def __init__(self, p: float) -> None:
-        self.p = p
-
-
 class Holding(sources.Indices):
     """A dataset that holds one of each kind of value."""
 
@@ -55,11 +48,11 @@ class Holding(sources.Indices):
         self.ordered, self.kinds, self.recent = OrderedDict(a=1), {1, 2}, deque([1, 2], maxlen=4)
         self.paths = [f"/data/{number}.jpg" for number in range(1000)]
         self.index = {number: number for number in range(1000)}
-        self.transforms: list[Any] = [Slotted(0.1), functools.partial(pow, exp=2), self.half, adding(3)]
+        self.transforms: list[Any] = [sources.Slotted(0.1), functools.partial(pow, exp=2), self.half, adding(3)]
         self.array, self.large = np.arange(8), np.zeros(1 << 15)
         self.tensor, self.generator = torch.arange(8.0), np.random.default_rng(1)
         self.wide = torch.zeros(2, 1 << 20)
-        self.simple, self.kind, self.nothing = types.SimpleNamespace(a=1), Slotted, None
+        self.simple, self.kind, self.nothing = types.SimpleNamespace(a=1), sources.Slotted, None
         self.number = np.float64(0.25)
 
     def half(self, value: Any) -> Any:
@@ -86,7 +79,7 @@ CHANGES: dict[str, tuple[Callable[[Holding], Any], str]] = {
     "in a set": (lambda data: data.kinds.add(3), "data.kinds"),
     "in a deque": (lambda data: data.recent.append(3), "data.recent"),
     "in a namespace": (lambda data: setattr(data.simple, "a", 2), "data.simple.a"),
-    "in slots": (lambda data: setattr(data.transforms[0], "p", 0.2), "data.transforms[0].p"),
+    "in slots": (lambda data: setattr(data.transforms[0], "held", 0.2), "data.transforms[0].held"),
     "in a partial": (lambda data: data.transforms[1].keywords.update(exp=3), "data.transforms[1].keywords['exp']"),
     "in a closure": (lambda data: data.transforms.__setitem__(3, adding(4)), "data.transforms[3].number"),
     "a class": (lambda data: setattr(data, "kind", Holding), "data.kind"),
@@ -155,10 +148,8 @@ def test_no_code_of_the_program_runs() -> None:
     assert summarize(data=held)["data.len"] == 4
 
 
-def endless() -> list[Any]:
-    inner: list[Any] = []
-    inner.append(inner)
-    return inner
+ITSELF: list[Any] = []
+ITSELF.append(ITSELF)
 
 
 def deep() -> Any:
@@ -196,21 +187,17 @@ def nested(make: Callable[[], Any], depth: int = 2) -> list[Any]:
 
 
 BOUNDED: dict[str, tuple[Callable[[], Any], int]] = {
-    "files": (Files, 8_000),
-    "objects": (lambda: nested(lambda: Transform(1)), 25_000),
+    "files": (Files, 8_000), "objects": (lambda: nested(lambda: Transform(1)), 25_000),
     "dicts": (lambda: nested(lambda: {f"key {number}": {"p": number} for number in range(64)}), 25_000),
     "tuples": (lambda: nested(lambda: [("x" * 10_000,) * 99] * 99), 25_000),
     "texts": (lambda: nested(lambda: [f"{number}" * 5000 for number in range(64)], 1), 25_000),
     "sets": (lambda: nested(lambda: {f"{number}" * 5000 for number in range(64)}, 1), 25_000),
     "arrays": (lambda: nested(lambda: np.zeros(4096, np.float32)), 25_000),
     "attributes": (lambda: nested(lambda: Wide(1000), 1), 25_000),
-    "wide": (lambda: Wide(100_000), 100),
-    "long": (lambda: {"k" * 100_000: 1, "p": 1 << 100_000}, 100),
-    "itself": (endless, 100),
-    "deep": (deep, 300),
-    "a list": (lambda: list(range(10**6)), 1_000),
+    "wide": (lambda: Wide(100_000), 100), "long": (lambda: {"k" * 100_000: 1, "p": 1 << 100_000}, 100),
+    "itself": (lambda: ITSELF, 100), "deep": (deep, 300), "a list": (lambda: list(range(10**6)), 1_000),
     "a dict": (lambda: {str(number): [number] for number in range(10**6)}, 2_000),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BOUNDED)
@@ -242,7 +229,7 @@ def test_a_look_at_wide_rows_copies_none() -> None:
 
 
 def test_what_is_cut_off_is_said_and_is_no_change() -> None:
-    many = [[Slotted(number) for number in range(60)] for _ in range(60)]
+    many = [[sources.Slotted(number) for number in range(60)] for _ in range(60)]
     found = summarize(data=many)
     assert CUT_OFF in found
     assert changed_paths(found, {path: value for path, value in found.items() if path != CUT_OFF}) == []
@@ -334,8 +321,7 @@ def test_workers_are_kept_where_nothing_changed() -> None:
 def test_a_pass_that_is_open_over_a_restart_is_an_error() -> None:
     dataset = Scaled()
     with kept(dataset) as loader:
-        left = iter(loader)
-        next(left)
+        next(left := iter(loader))
         dataset.factor = 2.0
         assert factors(loader) == [2.0]
         with pytest.raises(MidepochError):

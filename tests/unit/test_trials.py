@@ -70,8 +70,7 @@ def test_a_source_that_does_not_repeat_itself_is_told_at_once(name: str) -> None
         assert len([each for each in told if "gets other data" in str(each.message)]) == 1
         assert not loader.capabilities.exact_order and not loader.capabilities.exact_augmentations
         assert loader.state_dict()["position"] > 0, "a save never fails for it"
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             next(batches)
             loader.seek(0, 0)
             next(iter(loader))
@@ -285,8 +284,7 @@ class Keeps(sources.Indices):
 def test_a_sample_that_keeps_its_first_random_numbers_is_told(workers: int, by_the_index: bool) -> None:
     KEPT.clear()
     loader = midepoch.wrap(DataLoader(Keeps(by_the_index), 4, shuffle=True, num_workers=workers), seed=3)
-    with loader, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with loader, warnings.catch_warnings(record=True, action="always") as caught:
         sources.taken(loader, 2)
     assert bool(loader.capabilities.exact_augmentations) is by_the_index
     assert ["it keeps what it drew" in str(each.message) for each in caught] == [True] * (not by_the_index)
@@ -350,14 +348,12 @@ def tried(make: Callable[..., Any], seconds: float = 30.0) -> tuple[Examination,
 @pytest.mark.parametrize("name", said.FOUND)
 def test_check_finds_what_a_job_does_not_try(name: str) -> None:
     trial, words = said.ROWS[name].trial, said.ROWS[name].words
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MidepochWarning)
-        with said.make(name) as loader:
-            for _ in range(1 if trial == "lists" else 2):
-                for _batch in loader:
-                    loader.state_dict()
-            promised = loader.capabilities
-            assert promised.exact_order and promised.exact_augmentations, "a job finds nothing"
+    with warnings.catch_warnings(action="error", category=MidepochWarning), said.make(name) as loader:
+        for _ in range(1 if trial == "lists" else 2):
+            for _batch in loader:
+                loader.state_dict()
+        promised = loader.capabilities
+        assert promised.exact_order and promised.exact_augmentations, "a job finds nothing"
     examination, verdicts = tried(functools.partial(said.make, name))
     assert verdicts[trial].status == "failed", verdicts
     found = verdicts[trial].error

@@ -156,7 +156,8 @@ def test_one_that_keeps_its_own_state_is_elastic_and_left_alone() -> None:
 
     def make(rank: int = 0, world_size: int = 1) -> midepoch.Loader:
         made.append(wild.KeepsState(DURATIONS, 8.0))
-        loader = DataLoader(Named(SIZE), sampler=made[-1], batch_size=None)
+        named = sources.Made(lambda names: [int(name) for name in names], SIZE)
+        loader = DataLoader(named, sampler=made[-1], batch_size=None)
         return midepoch.wrap(loader, seed=1, world=World(rank, world_size))
 
     whole, following = sources.every_place(make, read=sources.plain)
@@ -240,11 +241,6 @@ def test_one_too_long_to_be_listed_names_what_computes_it(name: str, monkeypatch
     assert len(sources.taken(cured)) == len(cured) == 5
 
 
-class Named(sources.Indices):
-    def __getitem__(self, names: Any) -> Any:
-        return [int(name) for name in names]
-
-
 def test_one_that_was_touched_before_the_world_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = ResumableSampler(64, seed=1, batch_size=4)
     sampler.set_epoch(0)
@@ -255,8 +251,7 @@ def test_one_that_was_touched_before_the_world_was_known(monkeypatch: pytest.Mon
 
 def test_another_epoch_and_another_pass_end_a_samplers_pass() -> None:
     sampler = ResumableSampler(1000, seed=0)
-    first = iter(sampler)
-    next(first)
+    next(first := iter(sampler))
     sampler.set_epoch(3)
     assert (sampler.state_dict()["epoch"], sampler.state_dict()["position"]) == (3, 0)
     assert list(first) == []

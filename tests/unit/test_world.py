@@ -68,8 +68,7 @@ def _worlds(rank: int) -> dict[str, Any]:
     before: Any = torch.utils.data.DataLoader(range(8), batch_size=1)  # type: ignore[arg-type]
 
     def told_by(world: World | None) -> tuple[list[str], list[Any]]:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as told:
             loader = midepoch.wrap(before, seed=0, world=world)
             taken = [batch.tolist() for _ in range(2) for batch in loader]
         return [str(each.message) for each in told if "DeviceMesh" in str(each.message)], taken
@@ -122,13 +121,10 @@ def positions(share: Share) -> list[list[int]]:
     return [[place % share.size for place in range(*share.span(step))] for step in range(share.steps)]
 
 
-SMALL = list(itertools.product(range(1, 4), range(1, 5)))  # batch size, world size
-
-
 @pytest.mark.parametrize("drop_last", [False, True], ids=["all", "drop_last"])
 @pytest.mark.parametrize("even", [False, True], ids=["pad", "drop"])
 def test_every_rank_gets_as_many_as_from_distributed_sampler(even: bool, drop_last: bool) -> None:
-    for (batch_size, world_size), size in itertools.product(SMALL, range(1, 26)):
+    for batch_size, world_size, size in itertools.product(range(1, 4), range(1, 5), range(1, 26)):
         ranks = range(world_size)
         tail: Tail = "drop" if even else "pad"
         theirs = [sources.torch_batches(rank, world_size, size, batch_size, drop_last, even) for rank in ranks]

@@ -456,8 +456,7 @@ def _save_behind_a_pass_that_one_rank_keeps(rank: int, path: str) -> int:
     loader = shuffled(world=midepoch.World(rank, 2))
     snapshot = Snapshot(path, signals=(), data=loader)
     for _ in snapshot.epochs(1):
-        batches = iter(loader)
-        next(batches)
+        next(batches := iter(loader))
         if rank:
             del batches
         snapshot.save()

@@ -25,6 +25,7 @@ import midepoch
 from midepoch import MidepochWarning, Snapshot, SnapshotError
 from midepoch.checkpoint.files import SnapshotFile
 from midepoch.checkpoint.ledger import seal
+from midepoch.order import Endless, Shuffled, Windowed
 from midepoch.tools.ledgers import read_ledger
 from midepoch.tools.trace import as_text, trace
 from support import sources
@@ -32,14 +33,9 @@ from support.ledger_jobs import Job, Seen, sights, told
 
 
 def source(size: int, batch_size: int, drop_last: bool, order: str) -> Any:
-    data = sources.Indices(size)
-    if order == "windowed":
-        sampler: Any = midepoch.ResumableSampler(size, shuffle=midepoch.order.Windowed(size, 3, 2))
-    elif order == "endless":
-        sampler = midepoch.ResumableSampler(size, shuffle=midepoch.order.Endless(midepoch.order.Shuffled(size)))
-    else:
-        return DataLoader(data, batch_size, shuffle=order == "shuffled", drop_last=drop_last)
-    return DataLoader(data, batch_size, sampler=sampler, drop_last=drop_last)
+    orders: dict[str, Any] = {"windowed": Windowed(size, 3, 2), "endless": Endless(Shuffled(size))}
+    sampler: Any = midepoch.ResumableSampler(size, shuffle=orders[order]) if order in orders else None
+    return DataLoader(sources.Indices(size), batch_size, order == "shuffled", sampler, drop_last=drop_last)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -133,8 +133,7 @@ def test_what_no_save_could_know_is_told_at_the_first_step(remember: int, tmp_pa
     with Snapshot(tmp_path / "snapshot.pt", signals=(), data=data, other=other) as snapshot:
         for _ in snapshot.epochs(1):
             list(other)
-            batches = iter(data)
-            next(batches)
+            next(_held := iter(data))
             with warnings.catch_warnings(action="error") if remember else told:
                 snapshot.step(1)
 

@@ -53,7 +53,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cycle": {"mode": "weighted", "until": "cycle"}, "steps": {"mode": "weighted", "steps": 7},
 }  # fmt: skip
 KINDS: dict[str, Callable[..., Loader]] = {"two": two, "unknown lengths": of_unknown, "nested": nested}
-EPOCHS = 3
 
 
 def passes(loader: Loader, count: int) -> list[list[Any]]:
@@ -70,7 +69,7 @@ def unknown(size: int) -> Callable[[], Iterator[Any]]:
 def test_cut_anywhere_it_goes_on_as_if_it_had_not_been(kind: str, options: str) -> None:
     """With batches in flight too. Where lengths are known, the batches left are counted anywhere."""
     make = functools.partial(KINDS[kind], **OPTIONS[options])
-    epochs = passes(make(), EPOCHS)
+    epochs = passes(make(), 3)
     assert all(epochs)
     walking = make()
     for number, epoch in enumerate(epochs[:2]):

@@ -20,8 +20,6 @@ from midepoch.loader.loader import Loader
 from support import sources
 
 EXAMPLES = 4000 if os.environ.get("MIDEPOCH_CHAOS") else 30
-
-
 Sizes = tuple[int, int, int]  # of the data, a micro-batch and a global batch
 
 

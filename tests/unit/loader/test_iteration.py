@@ -24,11 +24,6 @@ def shuffled(size: int = 22, batch_size: int = 4, **keywords: Any) -> Loader:
     return midepoch.wrap(sources.noisy_loader(size, batch_size=batch_size), **{"seed": 5, **keywords})
 
 
-def stream(count: int = 7) -> Loader:
-    """Seven batches an epoch, of unknown length."""
-    return midepoch.wrap(functools.partial(sources.numbers, count), seed=5)
-
-
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 
 
@@ -73,10 +68,8 @@ def test_a_pass_that_had_ended_is_no_error_later() -> None:
     """A trainer that counts batches never asks for StopIteration; the older iterator still has one to give."""
     loader = shuffled()
     older = iter(loader)
-    for _ in range(6):
-        next(older)
-    newer = iter(loader)
-    next(newer)
+    sources.taken(older, 6)
+    next(newer := iter(loader))
     assert [next(older, "over") for _ in range(2)] == ["over"] * 2
     next(newer)
     assert place(loader) == (1, 8)
@@ -85,16 +78,12 @@ def test_a_pass_that_had_ended_is_no_error_later() -> None:
 # --- set_epoch ---
 
 
-def test_an_earlier_epoch_counts_before_anything_was_read() -> None:
-    loader = shuffled()
-    loader.set_epoch(3)
-    loader.set_epoch(1)
-    assert place(loader) == (1, 0)
-
-
 @pytest.mark.parametrize("apart", [1, -1])
 def test_set_epoch_drops_nothing_of_a_loaded_epoch(apart: int) -> None:
     whole, loader = epochs(shuffled, 5), shuffled()
+    loader.set_epoch(3)
+    loader.set_epoch(1)
+    assert place(loader) == (1, 0), "before anything was read, an earlier one counts"
     loader.seek(epoch=1, position=8)
     loader = sources.loaded(shuffled(), loader.state_dict())
     told = rf"set_epoch\({1 + apart}\) is not followed.*epoch 1.*{abs(apart)} too {'high' if apart > 0 else 'low'}"
@@ -145,7 +134,7 @@ def test_what_a_source_cannot_say_is_an_error() -> None:
         midepoch.wrap(sources.Counter(6)).seek(position=2)
     for ask in (len, lambda loader: loader.batches_left):
         with pytest.raises(TypeError, match="length"):
-            ask(stream())
+            ask(midepoch.wrap(sources.numbers))
 
 
 def test_the_batches_done_and_left() -> None:
@@ -268,22 +257,13 @@ class Measured(sources.Exposing):
         return len(self.items)
 
 
-class Ending(sources.Indices):
-    """Raises StopIteration at a sample, as ``next(iterator)`` in __getitem__ does when the iterator is over."""
-
-    def __getitem__(self, index: int) -> int:
-        if index == 9:
-            raise StopIteration
-        return super().__getitem__(index)
-
-
 @pytest.mark.parametrize(("first", "workers"), [(0, 0), (8, 0), (8, 1)])
 def test_a_sample_that_ends_the_iteration_loses_no_batch(first: int, workers: int) -> None:
-    loader = midepoch.wrap(DataLoader(Ending(22), batch_size=4, num_workers=workers), seed=0, verify="off")
+    ending = sources.Made(lambda index: next(iter(())) if index == 9 else index, 22)
+    loader = midepoch.wrap(DataLoader(ending, batch_size=4, num_workers=workers), seed=0, verify="off")
     loader.seek(position=first)
     batches = iter(loader)
-    for _ in range(2 - first // 4):
-        next(batches)
+    sources.taken(batches, 2 - first // 4)
     for _ in range(3):
         with pytest.raises(SourceError, match="ended"):
             next(batches)

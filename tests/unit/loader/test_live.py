@@ -18,11 +18,9 @@ from midepoch.loader.loader import Loader
 from midepoch.testing import digest
 from support import sources
 
-SIZE = 61
-
 
 def by_index(world: World, **settings: Any) -> Loader:
-    return midepoch.wrap(sources.noisy_loader(SIZE, batch_size=3, **settings), seed=3, world=world, tail="uneven")
+    return midepoch.wrap(sources.noisy_loader(61, batch_size=3, **settings), seed=3, world=world, tail="uneven")
 
 
 def replayed(world: World) -> Loader:

@@ -11,11 +11,9 @@ from midepoch.order import Endless, Order, Sequential, Shuffled, Windowed
 from midepoch.order.described import order_of, positions_of
 from support import sources
 
-SIZES = st.one_of(st.integers(1, 60), st.integers(65530, 65545))
-
 
 @settings(max_examples=80, deadline=None)
-@given(data=st.data(), size=SIZES, seed=st.integers(0, 9), epoch=st.integers(0, 9))
+@given(st.data(), st.integers(1, 60) | st.integers(65530, 65545), st.integers(0, 9), st.integers(0, 9))
 def test_each_sample_is_found_where_it_is(data: st.DataObject, size: int, seed: int, epoch: int) -> None:
     block, window = data.draw(st.integers(1, 1 + size)), data.draw(st.integers(1, 9))
     sizes = tuple(data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=9)))

@@ -185,8 +185,7 @@ def test_histories_against_lists(data: st.DataObject) -> None:
 def loader_at(batches: int, **options: Any) -> tuple[midepoch.Loader, Any]:
     loader = wrapped(20, 2, shuffle=False, **options)
     this = iter(loader)
-    for _ in range(batches):
-        next(this)
+    sources.taken(this, batches)
     return loader, this
 
 

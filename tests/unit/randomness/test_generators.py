@@ -134,12 +134,6 @@ def test_a_stream_belongs_to_one_source_of_bits() -> None:
         assert first.held.random() != second.held.random()
 
 
-def test_global_generators_and_cycles_hold_none() -> None:
-    held: list[Any] = [random.random, np.random.rand, np.random.mtrand._rand, torch.default_generator]
-    held += [held, Holder(held)]
-    assert find_generators(Holder(held)) == ([], [])
-
-
 def test_a_generator_that_cannot_be_keyed_is_named_at_the_start() -> None:
     dataset = sources.Indices(4)
     dataset.inner = {"entropy": random.SystemRandom()}  # type: ignore[attr-defined]
@@ -215,8 +209,7 @@ class Reseeding(sources.Indices):
 @pytest.mark.parametrize("kind", [OfTwoKinds, Reseeding])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_generators_made_by_the_first_batch_are_exact(kind: type[sources.Indices], num_workers: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # code that makes one anew seeds it itself
+    with warnings.catch_warnings(action="error"):  # code that makes one anew seeds it itself
         sources.every_place(lambda: wrapped(kind(32), num_workers), (1, 8, 11), read=sources.plain)
 
 
@@ -341,7 +334,9 @@ class Lazy(types.ModuleType):
 
 
 def test_a_search_asks_no_object_and_enters_no_library() -> None:
-    assert find_generators(Holder([sources.Untouchable(), Lazy("lazy")])) == ([], [])
+    held: list[Any] = [random.random, np.random.rand, np.random.mtrand._rand, torch.default_generator]
+    held += [held, Holder(held), sources.Untouchable(), Lazy("lazy")]
+    assert find_generators(Holder(held)) == ([], []), "global generators are nobody's, and a cycle is one place"
     found, hopeless = find_generators(Holder([random, np, torch, sys.modules[__name__]]))
     assert not hopeless
     assert all(each.path.startswith("Holder") and __name__ in each.path for each in found)
@@ -369,8 +364,7 @@ class NeedsItLater(sources.Indices):
 def test_a_generator_made_in_a_later_pass_is_warned_of_once() -> None:
     dataset, told_by = NeedsItLater(12), []
     loader = midepoch.wrap(DataLoader(dataset, 2), seed=0)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         for epoch in range(4):
             dataset.epoch = epoch
             for _ in loader:

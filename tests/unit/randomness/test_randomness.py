@@ -44,14 +44,9 @@ def test_keys_are_those_of_splitmix64() -> None:
     ]  # fmt: skip
 
 
-KEYS = {
-    (): 0, (0, 0): 0xA706DD2F4D197E6F, (1, 2, 3): 0x27D1DADE99DDF6A4, (5, 0, 12): 0xFE68374C9DF0F2FB, (MASK,): 0,
-    (-1,): 0,
-}  # fmt: skip
-
-
 def test_keys_are_pinned() -> None:
-    for words, key in KEYS.items():
+    pinned = {(0, 0): 0xA706DD2F4D197E6F, (1, 2, 3): 0x27D1DADE99DDF6A4, (5, 0, 12): 0xFE68374C9DF0F2FB}
+    for words, key in [*pinned.items(), ((), 0), ((MASK,), 0), ((-1,), 0)]:
         assert derive_key(*words) == extend_key(derive_key(*words[:1]), *words[1:]) == key
 
 
@@ -228,13 +223,9 @@ def test_the_global_generators_draw_unlike_numbers() -> None:
 # --- what draws nothing needs no stream ---
 
 
-class Openly(sources.Indices):
-    def __init__(self, size: int, draw: Callable[[], Any]) -> None:
-        super().__init__(size)
-        self.draw = draw
-
-    def __getitem__(self, index: int) -> Any:
-        return random.random() if index == 13 else self.draw()
+def openly(size: int, draw: Callable[[], Any]) -> sources.Made:
+    """One sample draws openly, the others by a function."""
+    return sources.Made(lambda index: random.random() if index == 13 else draw(), size)
 
 
 def put_back() -> float:
@@ -261,7 +252,7 @@ TRACELESS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", TRACELESS)
 def test_draws_that_leave_no_trace_are_told(name: str, num_workers: int) -> None:
     """No stamp sees them. But a sample's first read is under its key, and its second with the generators at rest."""
-    dataset = Openly(40, TRACELESS[name])
+    dataset = openly(40, TRACELESS[name])
     loader = midepoch.wrap(DataLoader(dataset, batch_size=4, num_workers=num_workers, collate_fn=list), seed=1)
     with loader, pytest.warns(midepoch.MidepochWarning, match="two reads of sample 0 differ"):
         sources.taken(loader)
@@ -275,7 +266,7 @@ def test_at_rest_they_follow_from_the_seed_and_the_epoch(name: str, num_workers:
 
     def epochs(noise: int) -> list[list[float]]:
         torch.manual_seed(noise)
-        data = DataLoader(Openly(12, TRACELESS[name]), batch_size=2, num_workers=num_workers, collate_fn=list)
+        data = DataLoader(openly(12, TRACELESS[name]), batch_size=2, num_workers=num_workers, collate_fn=list)
         with midepoch.wrap(data, seed=1, verify="off") as loader:
             return [sources.flat(sources.taken(loader)[max(1, num_workers) :]) for _ in range(2)]
 
@@ -329,8 +320,7 @@ def test_albumentations_continues_exactly(seed: int | None) -> None:
 def test_a_collate_function_tried_in_a_worker_changes_no_stream() -> None:
     """A worker gives nothing back that a trial has borrowed, so what it reads next would seem to draw nothing."""
     source = DataLoader(sources.Noisy(24), 4, num_workers=1, collate_fn=lambda samples: default_collate(samples))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         got = sources.taken(midepoch.wrap(source, seed=3))
     assert got == sources.taken(midepoch.wrap(DataLoader(sources.Noisy(24), 4), seed=3))
 
@@ -430,17 +420,6 @@ def has_its_turn() -> None:
         assert pool.submit(read).result(60)
 
 
-class Feeds(sources.Indices):
-    """Samples come from another loader, which another thread reads."""
-
-    def __init__(self, batches: queue.Queue[Any]) -> None:
-        super().__init__(3)
-        self.batches = batches
-
-    def __getitem__(self, index: int) -> Any:
-        return index, self.batches.get(timeout=60)
-
-
 def test_a_loader_that_waits_for_another_thread_does_not_hang() -> None:
     batches: queue.Queue[Any] = queue.Queue()
 
@@ -448,7 +427,8 @@ def test_a_loader_that_waits_for_another_thread_does_not_hang() -> None:
         for batch in slow(0):
             batches.put(len(batch))
 
-    outer = iter(midepoch.wrap(Feeds(batches), seed=0, verify="off"))
+    fed = sources.Made(lambda index: (index, batches.get(timeout=60)), 3)
+    outer = iter(midepoch.wrap(fed, seed=0, verify="off"))
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     assert [index for index, _ in outer] == [0, 1, 2]

@@ -91,19 +91,10 @@ class Asked(Mapping[str, Any]):
         return len(self.values_left)
 
 
-class Made(sources.Indices):
-    def __init__(self, make_sample: Callable[[int], Any], size: int = 16) -> None:
-        super().__init__(size)
-        self.make_sample = make_sample
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.make_sample(index)
-
-
 @pytest.mark.parametrize("once", [True, False])
 def test_a_sample_that_works_when_it_is_asked_is_not_looked_at(once: bool) -> None:
     values_of = lambda samples: [float(sample["x"]) for sample in samples]
-    data: Any = Made(lambda index: Asked(index, once))
+    data = sources.Made(lambda index: Asked(index, once), 16)
     loaded = lambda: midepoch.wrap(DataLoader(data, 4, shuffle=True, collate_fn=values_of), seed=3)
     sources.every_place(loaded, read=str)
 
@@ -112,7 +103,7 @@ def test_a_sample_that_works_when_it_is_asked_is_not_looked_at(once: bool) -> No
 def test_a_buffer_that_each_read_fills_is_given_as_it_was_read(options: dict[str, Any]) -> None:
     def make_loader() -> Any:
         buffer = torch.zeros(3)
-        samples = Made(lambda index: {"x": buffer.fill_(index)})
+        samples = sources.Made(lambda index: {"x": buffer.fill_(index)}, 16)
         return midepoch.wrap(DataLoader(samples, shuffle=True, **options), seed=3)
 
     sources.every_place(make_loader, read=str)
@@ -120,7 +111,7 @@ def test_a_buffer_that_each_read_fills_is_given_as_it_was_read(options: dict[str
 
 @pytest.mark.filterwarnings("ignore:two reads of sample")
 def test_what_varies_from_read_to_read_is_no_false_alarm() -> None:
-    data: Any = Made(lambda index: (index, time.time_ns()))
+    data = sources.Made(lambda index: (index, time.time_ns()), 16)
     make_loader: Callable[..., Any] = lambda: midepoch.wrap(DataLoader(data, 4, shuffle=True), seed=3)
     whole, (_, state) = sources.taken(make_loader()), sources.heads(make_loader, 2)
     rest = sources.resumed(make_loader, state)
@@ -213,10 +204,9 @@ def test_a_sample_that_is_gone_or_cannot_be_read_now(states: dict[str, Any], mon
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-FORMS = [None, 3, "x", "0/1//", "0/1/" * 60, "0/1/abc//0:AA", "\u0663/1/aaaaaaaa//", "/" * 4]
-
-
-@pytest.mark.parametrize("witness", FORMS)
+@pytest.mark.parametrize("witness", [
+    None, 3, "x", "0/1//", "0/1/" * 60, "0/1/abc//0:AA", "\u0663/1/aaaaaaaa//", "/" * 4,
+])  # fmt: skip
 def test_a_witness_of_another_form_is_refused(witness: Any, states: dict[str, dict[str, Any]]) -> None:
     loader = make()
     with pytest.raises(StateCorruptError):
@@ -315,19 +305,14 @@ def test_a_checksum_sees_both_ends_of_what_is_long() -> None:
     assert checksum_of([*range(100)]) != checksum_of([*range(99), 0])
 
 
-def agree_on(device: str) -> None:
-    """Fail unless a device's tensors are seen as those of the CPU are, and told apart."""
-    for each in (torch.arange(9.0), torch.arange(9.0).bfloat16(), torch.arange(6).reshape(2, 3)):
-        assert summary_of(each.to(device)) == summary_of(each)
-        assert summary_of(each.to(device)).differing(summary_of((each + 1).to(device)))
-    large = torch.arange(100_000.0)
-    assert checksum_of(large.to(device)) == checksum_of(large) != checksum_of((large + 1).to(device))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_content_on_a_gpu_is_seen() -> None:
-    agree_on("cuda")
+def test_content_on_a_gpu_is_seen_as_that_of_the_cpu() -> None:
+    for each in (torch.arange(9.0), torch.arange(9.0).bfloat16(), torch.arange(6).reshape(2, 3)):
+        assert summary_of(each.cuda()) == summary_of(each)
+        assert summary_of(each.cuda()).differing(summary_of((each + 1).cuda()))
+    large = torch.arange(100_000.0)
+    assert checksum_of(large.cuda()) == checksum_of(large) != checksum_of((large + 1).cuda())
 
 
 def test_a_look_is_pinned() -> None:
@@ -356,15 +341,11 @@ def test_any_value_can_be_looked_at(kind: str) -> None:
     assert compared(value, value) == "the same" and len(text_of(value)) <= LONGEST
 
 
-class Rich(sources.Indices):
-    def __getitem__(self, index: int) -> Any:
-        return {f"part {number}": torch.full((64,), index * 1.2345e-7 + number) for number in range(8)}
-
-
 @pytest.mark.parametrize("fingerprint", [None, "x" * 64])
 def test_the_largest_numbers_fit_into_512_bytes(fingerprint: str | None) -> None:
     world = midepoch.World(16383, 16384)
-    source = DataLoader(Rich(10**15), batch_size=4096, shuffle=True)
+    rich = lambda index: {f"part {number}": torch.full((64,), index * 1.2345e-7 + number) for number in range(8)}
+    source = DataLoader(sources.Made(rich, 10**15), batch_size=4096, shuffle=True)
     loader = midepoch.wrap(source, seed=2**64 - 1, world=world, fingerprint=fingerprint)
     loader.seek(epoch=10**7, position=4096 * 16384 * 7_000_000)
     next(iter(loader))

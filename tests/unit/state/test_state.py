@@ -270,13 +270,6 @@ def test_any_json_decodes_or_is_refused(value: Any) -> None:
         decode(as_text(json.dumps(value).encode()))
 
 
-class Slotted:
-    __slots__ = ("content",)
-
-    def __init__(self, content: Any) -> None:
-        self.content = content
-
-
 def unlike() -> dict[str, tuple[Any, Any]]:
     """By kind: two values that differ in content alone."""
     pyarrow: Any = pytest.importorskip("pyarrow", reason="needs the extra datasets")
@@ -286,7 +279,7 @@ def unlike() -> dict[str, tuple[Any, Any]]:
         "nested": lambda each: torch.nested.nested_tensor([each, each[1:]]),
         "jagged": lambda each: torch.nested.nested_tensor([each[0], each[1]], layout=torch.jagged),
         "quantized": lambda each: torch.quantize_per_tensor(each, 0.1, 0, torch.qint8),
-        "slots": lambda each: Slotted(each.bfloat16()), "in a batch": lambda each: {"a": [each.bfloat16()]},
+        "slots": lambda each: sources.Slotted(each.bfloat16()), "in a batch": lambda each: {"a": [each.bfloat16()]},
     }  # fmt: skip
     return {name: (make(torch.eye(4)), make(2 * torch.eye(4))) for name, make in tensors.items()} | {
         "image": (PIL.Image.new("RGB", (4, 4), "red"), PIL.Image.new("RGB", (4, 4), "blue")),
