@@ -122,13 +122,9 @@ def three_starts(path: Path) -> Seen:
     return seen
 
 
-def ledger_path(path: Path) -> Path:
-    return path.with_name(f"{path.name}.ledger")
-
-
 def lines_of(path: Path) -> list[Path]:
     """The files of a ledger, once for each of their lines, the oldest first."""
-    files = sorted(ledger_path(path).iterdir(), key=lambda each: each.stat().st_mtime_ns)
+    files = sorted(Path(f"{path}.ledger").iterdir(), key=lambda each: each.stat().st_mtime_ns)
     return [file for file in files for _ in file.read_text().splitlines()]
 
 
@@ -158,7 +154,7 @@ def test_each_snapshot_names_its_own_lines(tmp_path: Path) -> None:
 
 
 def written(path: Path) -> int:
-    return sum(file.stat().st_size for file in ledger_path(path).iterdir())
+    return sum(file.stat().st_size for file in Path(f"{path}.ledger").iterdir())
 
 
 def test_an_epoch_takes_half_a_kilobyte(tmp_path: Path) -> None:

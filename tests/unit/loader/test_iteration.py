@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -211,25 +210,23 @@ def test_in_a_larger_world_a_failed_batch_is_given_again(tmp_path: Path) -> None
         assert sources.plain(next(batches)) == whole[following - 1]
 
 
-def own_state(remember: int) -> Loader:
+def own_state(remember: int = 0) -> Loader:
     source = StatefulDataLoader(sources.Noisy(22), batch_size=4, shuffle=True)
     return midepoch.wrap(source, seed=5, remember=remember)
 
 
 def test_a_source_with_its_own_state_remembers_batches() -> None:
-    whole = epochs(functools.partial(own_state, 0), 1)[0]
-    loader = own_state(2)
+    whole, loader, forgetful = epochs(own_state, 1)[0], own_state(2), own_state()
     batches = iter(loader)
     for count in range(1, 5):
         next(batches)
         for in_flight in range(min(count, 2) + 1):
             state = loader.state_dict(in_flight)
             assert state["position"] == count - in_flight
-            assert sources.resumed(functools.partial(own_state, 0), state) == whole[count - in_flight :]
+            assert sources.resumed(own_state, state) == whole[count - in_flight :]
     with pytest.raises(StateError, match="in_flight=3, but the states of 2 batches are kept: pass remember="):
         loader.state_dict(3)
-    forgetful = own_state(0)
-    _two = sources.taken(forgetful, 2)
+    sources.taken(forgetful, 2)
     with pytest.raises(StateError, match="remember="):
         forgetful.state_dict(1)
 

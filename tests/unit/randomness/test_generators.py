@@ -194,10 +194,14 @@ class OfTwoKinds(sources.Indices):
 
 
 class Later(sources.Indices):
+    """Makes a generator when a sample of an epoch first needs one, which is not the first sample."""
+
+    epoch = needed_in = 0
+
     def __getitem__(self, index: int) -> Any:
-        if index >= 12 and not hasattr(self, "rng"):
+        if self.epoch >= self.needed_in and index >= 11 and not hasattr(self, "rng"):
             self.rng = np.random.default_rng()
-        return index, self.rng.random() if index >= 12 else 0.0
+        return index, self.rng.random() if hasattr(self, "rng") else 0.0
 
 
 class Reseeding(sources.Indices):
@@ -350,19 +354,9 @@ def test_a_generator_over_numpys_global_one_cannot_be_seeded() -> None:
     assert not exact and "Indices.generator (a Generator over numpy's global one)" in exact.reason
 
 
-class NeedsItLater(sources.Indices):
-    """Makes a generator when a sample of the second epoch first needs one, which is not the first sample."""
-
-    epoch = 0
-
-    def __getitem__(self, index: int) -> Any:
-        if self.epoch and index == 11 and not hasattr(self, "rng"):
-            self.rng = random.Random(5)
-        return index, self.rng.random() if hasattr(self, "rng") else 0.0
-
-
 def test_a_generator_made_in_a_later_pass_is_warned_of_once() -> None:
-    dataset, told_by = NeedsItLater(12), []
+    dataset, told_by = Later(12), list[int]()
+    dataset.needed_in = 1
     loader = midepoch.wrap(DataLoader(dataset, 2), seed=0)
     with warnings.catch_warnings(record=True, action="always") as told:
         for epoch in range(4):
