@@ -8,6 +8,7 @@ import pytest
 
 from midepoch.testing import ResumableTests
 from support import law_sources as sources
+from support.laws import laws
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 
@@ -28,74 +29,21 @@ class _Indexed(_Sampled):
     num_workers = (0, 1)  # which worker reads what is the same arithmetic as with two, which the first has
 
 
-class TestMapShuffled(_Sampled):
-    make_loader = staticmethod(sources.map_shuffled)
-    shuffled = True
-
-
-class TestMapSequentialDrop(_Indexed):
-    make_loader = staticmethod(sources.map_sequential_drop)
-    tail = "drop"
-    drop_last = True
-
-
-class TestMapUneven(_Indexed):
-    make_loader = staticmethod(sources.map_uneven)
-    tail = "uneven"
-
-
-class TestMapListed(_Indexed):
-    make_loader = staticmethod(sources.map_listed)
-    shuffled = True
-
-
-class TestMapLeftAlone(_Indexed):
-    make_loader = staticmethod(sources.map_left_alone)
-    shuffled = True
-
-
-class TestMapBatchSampler(_Indexed):
-    make_loader = staticmethod(sources.map_batch_sampler)
-
-
-class TestExposingGeneratorInLoader(_Sampled):
-    make_loader = staticmethod(sources.exposing_generator_in_loader)
-
-
-class TestInheriting(_Sampled):
-    make_loader = staticmethod(sources.inheriting)
-    world_sizes = (1,)  # an object of the class takes its world from the process
-
-
-class TestMapWrapped(_Indexed):
-    make_loader = staticmethod(sources.map_wrapped)
-    shuffled = True
-    elastic_content = False  # numbers drawn in the wrapper are the batch's
-
-
-class TestBatchesList(_Sampled):
-    make_loader = staticmethod(sources.batches_list)
-    draws = None
-
-
-class TestGeneratorFunction(_Sampled):
-    make_loader = staticmethod(sources.generator_function)
-
-
-class TestDividedStreamInLoader(_Sampled):
-    """Every rank and worker reads it whole and keeps its part."""
-
-    make_loader = staticmethod(sources.divided_stream_in_loader)
-    world_sizes = (1, 2)
-
-
-class TestDividingStreamInLoader(_Sampled):
-    make_loader = staticmethod(sources.dividing_stream_in_loader)
-    tail = "uneven"  # as the dataset divides itself
-    elastic_content = False  # its streams are those of its worker
-
-
-class TestCarried(_Sampled):
-    make_loader = staticmethod(sources.carried)
-    tail = "drop"  # as the source does
-    draws = None
+TestMapShuffled = laws(_Sampled, sources.map_shuffled, shuffled=True)
+TestMapSequentialDrop = laws(_Indexed, sources.map_sequential_drop, tail="drop", drop_last=True)
+TestMapUneven = laws(_Indexed, sources.map_uneven, tail="uneven")
+TestMapListed = laws(_Indexed, sources.map_listed, shuffled=True)
+TestMapLeftAlone = laws(_Indexed, sources.map_left_alone, shuffled=True)
+TestMapBatchSampler = laws(_Indexed, sources.map_batch_sampler)
+TestExposingGeneratorInLoader = laws(_Sampled, sources.exposing_generator_in_loader)
+# An object of the class takes its world from the process.
+TestInheriting = laws(_Sampled, sources.inheriting, world_sizes=(1,))
+# Numbers drawn in the wrapper are the batch's.
+TestMapWrapped = laws(_Indexed, sources.map_wrapped, shuffled=True, elastic_content=False)
+TestBatchesList = laws(_Sampled, sources.batches_list, draws=None)
+TestGeneratorFunction = laws(_Sampled, sources.generator_function)
+# Every rank and worker reads it whole and keeps its part.
+TestDividedStreamInLoader = laws(_Sampled, sources.divided_stream_in_loader, world_sizes=(1, 2))
+# The dataset divides itself, and its streams are those of its worker.
+TestDividingStreamInLoader = laws(_Sampled, sources.dividing_stream_in_loader, tail="uneven", elastic_content=False)
+TestCarried = laws(_Sampled, sources.carried, tail="drop", draws=None)  # it leaves out what does not divide

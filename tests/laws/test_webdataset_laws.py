@@ -15,6 +15,7 @@ pytest.importorskip("webdataset", reason="webdataset is not installed")
 
 from midepoch.testing import ResumableTests
 from support import webdataset_sources as sources
+from support.laws import laws
 
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 
@@ -31,27 +32,12 @@ class _Pipeline(ResumableTests):
     state_bytes = 512
 
 
-class TestIndexed(_Pipeline):
-    make_loader = staticmethod(sources.indexed)
-    shuffled = True
-
-
-class TestIndexedSequential(_Pipeline):
-    make_loader = staticmethod(sources.indexed_sequential)
-    shuffled = False
-    tail = "drop"
-    drop_last = True
-    num_workers = (0, 1)
-
-
-class TestIndexedRebatched(_Pipeline):
-    make_loader = staticmethod(sources.indexed_rebatched)
-    num_workers = (0, 2)
-
-
-class TestStreamed(_Pipeline):
-    make_loader = staticmethod(sources.streamed)
-    shuffled = True
-    tail = "uneven"
-    num_workers = (0, 1, 2, 3) if CHAOS else (0, 3)
-    state_bytes = 16384
+TestIndexed = laws(_Pipeline, sources.indexed, shuffled=True)
+TestIndexedSequential = laws(
+    _Pipeline, sources.indexed_sequential, shuffled=False, tail="drop", drop_last=True, num_workers=(0, 1)
+)
+TestIndexedRebatched = laws(_Pipeline, sources.indexed_rebatched, num_workers=(0, 2))
+TestStreamed = laws(
+    _Pipeline, sources.streamed, shuffled=True, tail="uneven", num_workers=(0, 1, 2, 3) if CHAOS else (0, 3),
+    state_bytes=16384,
+)  # fmt: skip
