@@ -123,19 +123,16 @@ def write_log(folder: Path, world_size: int, first_step: int, batches: str) -> S
     return read_segment(folder, world_size, started=0.0)
 
 
-@pytest.mark.parametrize(
-    ("first", "second_from", "second", "problems"),
-    [
-        ("ab cd", 1, "cd", []),  # a batch after the snapshot does not count twice
-        ("ab", 1, "cc", ["1 samples lost", "1 samples repeated", "1 global batches that differ"]),
-        ("ab", 1, "dc", ["1 global batches that differ"]),
-        ("ab", 1, "cD", ["1 global batches that differ"]),  # image 3 with other pixels
-        ("ab", 1, "", ["2 samples lost", "1 global batches that differ"]),
-        ("ab", 2, "cd", ["2 global batches that differ", "1 losses that differ"]),
-        ("ab cD", 1, "cd", ["1 batches that were not the same when they were done again"]),
-        ("ab", 1, "cd ab", ["2 samples repeated", "1 global batches that differ"]),
-    ],
-)
+@pytest.mark.parametrize(("first", "second_from", "second", "problems"), [
+    ("ab cd", 1, "cd", []),  # a batch after the snapshot does not count twice
+    ("ab", 1, "cc", ["1 samples lost", "1 samples repeated", "1 global batches that differ"]),
+    ("ab", 1, "dc", ["1 global batches that differ"]),
+    ("ab", 1, "cD", ["1 global batches that differ"]),  # image 3 with other pixels
+    ("ab", 1, "", ["2 samples lost", "1 global batches that differ"]),
+    ("ab", 2, "cd", ["2 global batches that differ", "1 losses that differ"]),
+    ("ab cD", 1, "cd", ["1 batches that were not the same when they were done again"]),
+    ("ab", 1, "cd ab", ["2 samples repeated", "1 global batches that differ"]),
+])  # fmt: skip
 def test_what_went_wrong_is_named(
     tmp_path: Path, first: str, second_from: int, second: str, problems: list[str]
 ) -> None:
@@ -160,15 +157,12 @@ def test_every_backend_is_killed_and_exact(name: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "output" / "result.json").read_text())["exact"] is True
 
 
-@pytest.mark.parametrize(
-    ("option", "missing", "named"),
-    [
-        ("--backend=nonsense", "", "torch"), ("--world-sizes=2,x", "", "2,x"), ("--world-sizes=0", "", "world sizes"),
-        ("--kills=-1", "", "kills"), ("--kills=1000", "", "1000 kills need"), ("--images=2000", "", "1797"),
-        *(("", name, f"midepoch: this command needs {name}: pip install 'midepoch[demo]'")
-          for name in ("rich", "matplotlib", "PIL", "sklearn")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("option", "missing", "named"), [
+    ("--backend=nonsense", "", "torch"), ("--world-sizes=2,x", "", "2,x"), ("--world-sizes=0", "", "world sizes"),
+    ("--kills=-1", "", "kills"), ("--kills=1000", "", "1000 kills need"), ("--images=2000", "", "1797"),
+    *(("", name, f"midepoch: this command needs {name}: pip install 'midepoch[demo]'")
+      for name in ("rich", "matplotlib", "PIL", "sklearn")),
+])  # fmt: skip
 def test_what_cannot_begin_is_refused_by_name(
     option: str, missing: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -174,13 +174,10 @@ def read_to_its_middle(loader: Any) -> Any:
 
 
 @pytest.mark.parametrize("in_a_cycle", [False, True], ids=["by_itself", "in_a_cycle"])
-@pytest.mark.parametrize(
-    ("kind", "read"),
-    [
-        ("map-style", list), ("map-style", read_to_its_middle), ("iterable", read_to_its_middle),
-        ("stateful", read_to_its_middle),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "read"), [
+    ("map-style", list), ("map-style", read_to_its_middle), ("iterable", read_to_its_middle),
+    ("stateful", read_to_its_middle),
+])  # fmt: skip
 def test_a_loader_that_is_dropped_ends_its_workers_at_once(
     kind: str, read: Any, in_a_cycle: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

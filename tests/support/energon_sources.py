@@ -85,10 +85,6 @@ def drawn(batch: Any) -> Any:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def draws(batch: Any) -> list[tuple[float, ...]]:
-    return [tuple(row[1:].tolist()) for row in batch]
-
-
 # --- for the laws ---
 
 

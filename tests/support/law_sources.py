@@ -10,17 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 import midepoch
 
@@ -68,7 +58,7 @@ class ExposingGenerator(IterableDataset[torch.Tensor]):
     def __init__(self, size: int, read_log: str | None = None) -> None:
         self.samples = Samples(size, read_log)
         self.sampler = RandomSampler(range(size))
-        self.pairs = SequentialSampler(range(2 * size))
+        self.pairs = torch.utils.data.SequentialSampler(range(2 * size))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         pairs = iter(self.pairs)
@@ -101,7 +91,7 @@ class Stream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         first, step = 0, 1
         if self.divides:
-            worker = get_worker_info()
+            worker = torch.utils.data.get_worker_info()
             number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
             first, step = self.rank * workers + number, self.world_size * workers
         for index in range(first, len(self.samples), step):
@@ -231,7 +221,7 @@ def _arguments(kind: str, size: int, read_log: str | None, rank: int, world_size
     replicas: dict[str, Any] = {"num_replicas": world_size, "rank": rank}
     kinds: dict[str, dict[str, Any]] = {
         "sequential": {"dataset": samples, "drop_last": True},
-        "listed": {"dataset": samples, "sampler": SubsetRandomSampler(range(size))},
+        "listed": {"dataset": samples, "sampler": torch.utils.data.SubsetRandomSampler(range(size))},
         "left alone": {"dataset": samples, "sampler": DistributedSampler(samples, **replicas, seed=seed)},
         "batches": {"dataset": Samples(sum(groups.lengths), read_log), "batch_sampler": groups},
         "exposing by a generator": {"dataset": ExposingGenerator(size, read_log)},

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 import midepoch
+from support import sources
 
 __all__ = ["Noisy", "Plans", "Shape", "sample_of", "shares", "wrapped"]
 
@@ -15,19 +16,11 @@ Shape = tuple[int, int, str, bool, int | None]  # batch size, world size, tail, 
 Plans = list[list[tuple[list[int], list[int]]]]  # by rank and step, the batch's own positions, and repeats
 
 
-class Noisy:
+class Noisy(sources.Indices):
     """Each sample is its index and a random number."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[int, float]:
-        if not 0 <= index < self.size:
-            raise IndexError(index)
-        return index, random.random()
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index), random.random()
 
 
 def wrapped(size: int, batch_size: int, drop_last: bool = False, **options: Any) -> midepoch.Loader:

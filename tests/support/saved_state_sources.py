@@ -17,20 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils import data
+from torch.utils.data import DataLoader
 
 import midepoch
 
 
-class Drawing(Dataset[Any]):
+class Drawing(data.Dataset[Any]):
     """Sample i with a number of each global generator and of one of its own."""
 
     def __init__(self, size: int) -> None:
@@ -43,11 +36,11 @@ class Drawing(Dataset[Any]):
         return index, random.random(), float(np.random.random()), float(torch.rand(1)), float(self.rng.random())
 
 
-class Exposing(IterableDataset[Any]):
+class Exposing(data.IterableDataset[Any]):
     """Draws its samples by a sampler that it exposes."""
 
     def __init__(self, size: int) -> None:
-        self.data, self.sampler = Drawing(size), RandomSampler(range(size))
+        self.data, self.sampler = Drawing(size), data.RandomSampler(range(size))
 
     def __iter__(self) -> Iterator[Any]:
         for index in self.sampler:
@@ -65,7 +58,7 @@ def loader(size: int = 50, **keywords: Any) -> DataLoader[Any]:
 
 
 def weighted() -> Any:
-    return WeightedRandomSampler([1.0 + n % 3 for n in range(40)], 40, generator=torch.Generator().manual_seed(4))
+    return data.WeightedRandomSampler([1.0 + n % 3 for n in range(40)], 40, generator=torch.Generator().manual_seed(4))
 
 
 def parts() -> list[Any]:
@@ -83,11 +76,11 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "shuffled in workers": lambda: midepoch.wrap(loader(num_workers=2), seed=7),
     "large": lambda: midepoch.wrap(loader(100_000, batch_size=32), seed=7),
     "distributed": lambda: midepoch.wrap(
-        loader(shuffle=False, sampler=DistributedSampler(Drawing(50), 2, 1, seed=5)), world=midepoch.World(1, 2)
+        loader(shuffle=False, sampler=data.DistributedSampler(Drawing(50), 2, 1, seed=5)), world=midepoch.World(1, 2)
     ),
     "listed": lambda: midepoch.wrap(loader(40, shuffle=False, sampler=weighted())),
     "listed batches": lambda: midepoch.wrap(
-        DataLoader(Drawing(40), batch_sampler=BatchSampler(weighted(), 4, True), collate_fn=list), seed=1
+        DataLoader(Drawing(40), batch_sampler=data.BatchSampler(weighted(), 4, True), collate_fn=list), seed=1
     ),
     "collate function": lambda: midepoch.wrap(loader(collate_fn=lambda rows: (rows, random.random())), seed=7),
     "exposing": lambda: midepoch.wrap(Exposing(30), seed=7),

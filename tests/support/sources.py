@@ -461,8 +461,7 @@ def be_patient(patch: pytest.MonkeyPatch) -> None:
 
 def in_processes(function: Callable[..., Any], *arguments: tuple[Any, ...]) -> list[Any]:
     """`function` in one spawned process for each tuple of arguments, all at once; they are kept for later calls."""
-    calls = [Call(number, function, each) for number, each in enumerate(arguments)]
-    return shared_pool().run(calls, timeout=120)
+    return shared_pool().run([Call(number, function, each) for number, each in enumerate(arguments)], timeout=120)
 
 
 def in_gloo_world(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
@@ -515,19 +514,11 @@ def fail_in_an_epoch(path: str) -> None:
 
 
 DRAWS: dict[str, Callable[[], Any]] = {
-    "random": random.random,
-    "getrandbits": lambda: random.getrandbits(1),
-    "624 words": lambda: [random.getrandbits(32) for _ in range(624)],
-    "gauss": lambda: random.gauss(0, 1),
-    "random.seed": lambda: random.seed(5),
-    "rand": np.random.rand,
-    "624 numpy words": lambda: np.random.bytes(4 * 624),
-    "standard_normal": np.random.standard_normal,
-    "numpy.seed": lambda: np.random.seed(5),
-    "torch.rand": lambda: torch.rand(1),
-    "624 torch words": lambda: torch.randint(0, 9, (624,), dtype=torch.int32),
-    "torch.randn": lambda: torch.randn(1),
-    "torch.randperm": lambda: torch.randperm(5),
-    "manual_seed": lambda: torch.manual_seed(5),
-    "sample_generator": midepoch.sample_generator,
-}
+    "random": random.random, "getrandbits": lambda: random.getrandbits(1), "gauss": lambda: random.gauss(0, 1),
+    "624 words": lambda: [random.getrandbits(32) for _ in range(624)], "random.seed": lambda: random.seed(5),
+    "rand": np.random.rand, "624 numpy words": lambda: np.random.bytes(4 * 624),
+    "standard_normal": np.random.standard_normal, "numpy.seed": lambda: np.random.seed(5),
+    "torch.rand": lambda: torch.rand(1), "624 torch words": lambda: torch.randint(0, 9, (624,), dtype=torch.int32),
+    "torch.randn": lambda: torch.randn(1), "torch.randperm": lambda: torch.randperm(5),
+    "manual_seed": lambda: torch.manual_seed(5), "sample_generator": midepoch.sample_generator,
+}  # fmt: skip

@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import tempfile
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,12 @@ import webdataset as wds
 from torch.utils.data import DataLoader
 
 import midepoch
+from support import law_sources
 from support.law_sources import log_read
 from support.law_sources import sample as drawn_for
 
 SEED = 7
+_UNEQUAL, _EQUAL = [4, 0, 5, 1, 3], [4] * 12  # samples in each shard
 
 
 def write_shard(path: Path, numbers: range, size: int = 0) -> None:
@@ -45,19 +46,14 @@ def make_shards(folder: Path, counts: list[int], size: int = 0) -> list[str]:
 
 
 def compress(urls: list[str]) -> list[str]:
-    compressed = []
     for url in urls:
-        data = Path(url).read_bytes()
-        with gzip.GzipFile(url + ".gz", "wb", mtime=0) as file:
-            file.write(data)
-        compressed.append(url + ".gz")
-    return compressed
+        Path(url + ".gz").write_bytes(gzip.compress(Path(url).read_bytes(), mtime=0))
+    return [url + ".gz" for url in urls]
 
-
-# Indexes of the laws' shards are kept apart from the user's own, and from one law to the next.
-os.environ.setdefault("MIDEPOCH_CACHE", str(Path(tempfile.gettempdir()) / f"midepoch-webdataset-{os.getuid()}" / "c"))
 
 _FOLDER = Path(tempfile.gettempdir()) / f"midepoch-webdataset-{os.getuid()}"
+# Indexes of the laws' shards are kept apart from the user's own, and from one law to the next.
+os.environ.setdefault("MIDEPOCH_CACHE", str(_FOLDER / "c"))
 
 
 def law_shards(name: str, counts: list[int]) -> list[str]:
@@ -65,7 +61,7 @@ def law_shards(name: str, counts: list[int]) -> list[str]:
     folder = _FOLDER / f"{name}-{'-'.join(map(str, counts))}"
     urls = [str(folder / f"shard-{shard:04d}.tar") for shard in range(len(counts))]
     if not folder.exists():
-        made = Path(tempfile.mkdtemp(dir=_ensured(_FOLDER)))
+        made = _new_folder()
         compress(make_shards(made, counts))
         try:
             made.rename(folder)
@@ -75,9 +71,12 @@ def law_shards(name: str, counts: list[int]) -> list[str]:
     return urls
 
 
-def _ensured(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def _new_folder() -> Path:
+    _FOLDER.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(dir=_FOLDER))
+
+
+identify, draws, as_it_is = law_sources.identify, law_sources.draws, law_sources.as_it_is
 
 
 def number(sample: dict[str, Any]) -> int:
@@ -108,19 +107,8 @@ class Reading:
         return drawn_for(number(sample), self.generator)
 
 
-def identify(batch: torch.Tensor) -> list[int]:
-    return [int(value) for value in batch[:, 0]]
-
-
-def draws(batch: torch.Tensor) -> list[Hashable]:
-    return [tuple(row[1:].tolist()) for row in batch]
-
-
 def stack(samples: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(samples)
-
-
-_UNEQUAL = [4, 0, 5, 1, 3]
 
 
 def indexed(
@@ -138,7 +126,7 @@ def indexed(
 
 
 def pickled(items: list[Any], num_workers: int) -> midepoch.StatefulIterable:
-    folder = Path(tempfile.mkdtemp(dir=_ensured(_FOLDER)))
+    folder = _new_folder()
     with wds.TarWriter(str(folder / "items.tar"), mtime=1) as writer:
         for number, item in enumerate(items):
             writer.write({"__key__": f"item{number:04d}", "item": pickle.dumps(item)})
@@ -149,10 +137,6 @@ def pickled(items: list[Any], num_workers: int) -> midepoch.StatefulIterable:
 
 def only(samples: list[tuple[Any]]) -> Any:
     return samples[0][0]
-
-
-def as_it_is(value: Any) -> Any:
-    return value
 
 
 def indexed_sequential(
@@ -188,9 +172,6 @@ def drawn_again(sample: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
 
 def first_of(batch: tuple[torch.Tensor]) -> torch.Tensor:
     return batch[0]
-
-
-_EQUAL = [4] * 12
 
 
 def streamed(

@@ -32,15 +32,9 @@ from support.places import TESTS
 from support.reference_loader import BareLoader, PartialLoader, ReferenceLoader, ReplayingLoader, RigidLoader
 
 check = functools.partial(
-    check_resumable,
-    identify=reference_loader.identify,
-    draws=reference_loader.draws,
-    shuffled=True,
-    gather=reference_loader.gather,
-    reseal=midepoch.reseal,
-    plain=reference_loader.plain,
-    raise_on_failure=False,
-)
+    check_resumable, identify=reference_loader.identify, draws=reference_loader.draws, shuffled=True,
+    gather=reference_loader.gather, reseal=midepoch.reseal, plain=reference_loader.plain, raise_on_failure=False,
+)  # fmt: skip
 
 
 def pause(seconds: float) -> None:
@@ -59,17 +53,10 @@ def statuses(report: Report) -> dict[str, str]:
     return {verdict.law: verdict.status for verdict in report.verdicts}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"tail": "uneven"},
-        {"tail": "drop", "drop_last": True, "size": 23},
-        {"num_workers": 2, "batch_size": 1, "size": 8},
-        {"size": 18, "shuffle": False},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [
+    {}, {"tail": "uneven"}, {"tail": "drop", "drop_last": True, "size": 23},
+    {"num_workers": 2, "batch_size": 1, "size": 8}, {"size": 18, "shuffle": False},
+], ids=str)  # fmt: skip
 def test_correct_loaders_satisfy_every_law(options: dict[str, Any]) -> None:
     rule = {name: options[name] for name in ("tail", "drop_last") if name in options}
     make_loader = functools.partial(ReferenceLoader, **options)
@@ -79,14 +66,11 @@ def test_correct_loaders_satisfy_every_law(options: dict[str, Any]) -> None:
     assert list(statuses(report)) == list(LAWS)
 
 
-@pytest.mark.parametrize(
-    ("kind", "law", "status", "reason"),
-    [
-        (RigidLoader, "topology", "refused clearly", "it was told not to"),
-        (PartialLoader, "topology", "refused clearly", "it was told not to"),
-        (ReplayingLoader, "cost", "not promised", "constant_time_resume is declared no: it was told not to"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "law", "status", "reason"), [
+    (RigidLoader, "topology", "refused clearly", "it was told not to"),
+    (PartialLoader, "topology", "refused clearly", "it was told not to"),
+    (ReplayingLoader, "cost", "not promised", "constant_time_resume is declared no: it was told not to"),
+])  # fmt: skip
 def test_what_a_loader_declines_it_refuses_or_does_not_promise(
     kind: Callable[..., Any], law: str, status: str, reason: str
 ) -> None:
@@ -150,15 +134,12 @@ class Unsized:
         return iter(self.inside)
 
 
-@pytest.mark.parametrize(
-    ("kind", "plain"),
-    [
-        (WritesHistoryDifferently, reference_loader.plain),
-        (broken_loaders.HasNoLength, plain_without_length),
-        (ReferenceLoader, plain_without_length),
-        (functools.partial(DrawsItsSeed, size=14), functools.partial(reference_loader.plain, size=14)),
-    ],
-)
+@pytest.mark.parametrize(("kind", "plain"), [
+    (WritesHistoryDifferently, reference_loader.plain),
+    (broken_loaders.HasNoLength, plain_without_length),
+    (ReferenceLoader, plain_without_length),
+    (functools.partial(DrawsItsSeed, size=14), functools.partial(reference_loader.plain, size=14)),
+])  # fmt: skip
 def test_what_is_allowed_is_not_held_against_a_loader(kind: Callable[..., Any], plain: Any) -> None:
     report = check(kind, plain=plain, quick=True)
     assert set(statuses(report).values()) <= {"holds", "not applicable"}, str(report)
@@ -268,19 +249,16 @@ class TakesAnyPartForTheBeginning(TakesAnyPart):
             self.cursor = (state["epoch"], 0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "law", "status", "words"),
-    [
-        (RefusesWithinAPass, "round trip", "refused clearly", "RuntimeError: a pass is running"),
-        (IsReadOnce, "round trip", "refused clearly", "it was read"),
-        (IsReadOnce, "guest", "holds", ""),
-        (IsReadOnce, "rollback", "refused clearly", "cannot go back"),
-        (GoesBackNever, "rollback", "failed", ""),
-        (DrawsAtALoad, "guest", "failed", ""),
-        (TakesAnyPart, "topology", "refused clearly", ""),
-        (TakesAnyPartForTheBeginning, "topology", "failed", "the state of rank 0 alone, loaded on rank 1 of 2"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "law", "status", "words"), [
+    (RefusesWithinAPass, "round trip", "refused clearly", "RuntimeError: a pass is running"),
+    (IsReadOnce, "round trip", "refused clearly", "it was read"),
+    (IsReadOnce, "guest", "holds", ""),
+    (IsReadOnce, "rollback", "refused clearly", "cannot go back"),
+    (GoesBackNever, "rollback", "failed", ""),
+    (DrawsAtALoad, "guest", "failed", ""),
+    (TakesAnyPart, "topology", "refused clearly", ""),
+    (TakesAnyPartForTheBeginning, "topology", "failed", "the state of rank 0 alone, loaded on rank 1 of 2"),
+])  # fmt: skip
 def test_each_is_judged_by_what_it_declines(kind: type[ReferenceLoader], law: str, status: str, words: str) -> None:
     """A refusal is clear, or a fault where the loader can do what it refuses."""
     verdict = check(kind, quick=True, world_sizes=(1, 2), laws=[law])[law]
@@ -334,38 +312,31 @@ def test_a_loader_whose_samples_have_no_names_is_told_so() -> None:
         assert report[law].reason == "no leaf of the batch names the sample; give identify"
 
 
-@pytest.mark.parametrize(
-    ("kind", "timeout", "told"),
-    [
-        (Hangs, 1.0, "(?s)did not finish.*raise timeout="),
-        (Dies, 120.0, "died with exit code 7"),
-        (Raises, 120.0, "(?s)OSError while iterating, pass 0: the disk is gone.*broken_loaders.py"),
-        (NeverEnds, 120.0, "."),
-    ],
-)
+@pytest.mark.parametrize(("kind", "timeout", "told"), [
+    (Hangs, 1.0, "(?s)did not finish.*raise timeout="),
+    (Dies, 120.0, "died with exit code 7"),
+    (Raises, 120.0, "(?s)OSError while iterating, pass 0: the disk is gone.*broken_loaders.py"),
+    (NeverEnds, 120.0, "."),
+])  # fmt: skip
 def test_a_loader_that_fails_is_told_and_the_next_one_works(kind: Any, timeout: float, told: str) -> None:
     error = check(kind, laws=["tail"], timeout=timeout)["tail"].error
     assert error is not None and re.search(told, error.got)
     assert check(ReferenceLoader, laws=["determinism"], quick=True).holds
 
 
-@pytest.mark.parametrize(
-    ("wrong", "kind", "message"),
-    [
-        ({"make_loader": lambda rank, world_size: None}, TypeError, "must be picklable"),
-        ({"make_loader": 3}, TypeError, "make_loader must be a function"),
-        ({"laws": ["tail", "gravity"]}, ValueError, "no law 'gravity'"),
-        ({"make_loader": functools.partial(ReferenceLoader, size=0)}, ValueError, "without a single batch"),
-        ({"world_sizes": (0,)}, ValueError, "world_sizes"),
-        ({"num_workers": (-1,)}, ValueError, "num_workers"),
-        ({"cuts": (0,)}, ValueError, "cuts"),
-        ({"epochs": 0}, ValueError, "epochs"),
-        ({"tail": "cut"}, ValueError, "tail"),
-        ({"timeout": 0}, ValueError, "timeout"),
-        ({"options": ("rank", "colour")}, ValueError, r"options must be some of rank, .*got \['colour'\]"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("wrong", "kind", "message"), [
+    ({"make_loader": lambda rank, world_size: None}, TypeError, "must be picklable"),
+    ({"make_loader": 3}, TypeError, "make_loader must be a function"),
+    ({"laws": ["tail", "gravity"]}, ValueError, "no law 'gravity'"),
+    ({"make_loader": functools.partial(ReferenceLoader, size=0)}, ValueError, "without a single batch"),
+    ({"world_sizes": (0,)}, ValueError, "world_sizes"),
+    ({"num_workers": (-1,)}, ValueError, "num_workers"),
+    ({"cuts": (0,)}, ValueError, "cuts"),
+    ({"epochs": 0}, ValueError, "epochs"),
+    ({"tail": "cut"}, ValueError, "tail"),
+    ({"timeout": 0}, ValueError, "timeout"),
+    ({"options": ("rank", "colour")}, ValueError, r"options must be some of rank, .*got \['colour'\]"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_wrong_arguments(wrong: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         check(**cast(Any, {"make_loader": ReferenceLoader, "laws": ["determinism"]} | wrong))
@@ -484,16 +455,12 @@ def test_equal_items_have_equal_digests() -> None:
     assert digest(torch.tensor([1 + 2j]).conj()) == digest(torch.tensor([1 - 2j]))
 
 
-@pytest.mark.parametrize(
-    ("expected", "got", "texts"),
-    [
-        (torch.tensor([1, 2]), torch.tensor([1, 3]), ("int64 tensor 2, value 1: 2", "int64 tensor 2, value 1: 3")),
-        ({"x": [1, 2]}, {"x": [1, 5]}, ("['x'][1]: int: 2", "['x'][1]: int: 5")),
-        ([1, 2], [1, 2, 3], ("list of 2", "list of 3")),
-        (torch.zeros(2), np.zeros(2), ("float32 tensor 2: 0.0, 0.0", "<f8 numpy 2: 0.0, 0.0")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("expected", "got", "texts"), [
+    (torch.tensor([1, 2]), torch.tensor([1, 3]), ("int64 tensor 2, value 1: 2", "int64 tensor 2, value 1: 3")),
+    ({"x": [1, 2]}, {"x": [1, 5]}, ("['x'][1]: int: 2", "['x'][1]: int: 5")),
+    ([1, 2], [1, 2, 3], ("list of 2", "list of 3")),
+    (torch.zeros(2), np.zeros(2), ("float32 tensor 2: 0.0, 0.0", "<f8 numpy 2: 0.0, 0.0")),
+], ids=str)  # fmt: skip
 def test_the_first_difference_is_readable(expected: Any, got: Any, texts: tuple[str, str]) -> None:
     assert first_difference(leaves(expected), leaves(got)) == texts
 

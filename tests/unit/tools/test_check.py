@@ -254,28 +254,25 @@ def test_who_asks_the_operating_system_for_numbers_is_named(how: str, line: str)
     assert [each.partition(": yield ")[2] for each in found] == [line] * bool(line)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["good"], r"names no loader or function: write package.module:make_loader"),
-        (["nowhere:good"], r"cannot be imported .*run this in the module's folder"),
-        (["nowhere.py:good"], "there is no file nowhere.py"),
-        (["check_sources:bad"], "has no function and no loader 'bad'"),
-        (["check_sources:number"], "has no function and no loader 'number'"),
-        (["check_sources:alone", "--laws=tale"], "there is no law 'tale'; the laws are transparent"),
-        (["check_sources:alone", "--tail=wag"], "tail must be 'pad', 'drop' or 'uneven'"),
-        (["check_sources:alone", "--epochs=0"], "epochs must be at least 1"),
-        (["check_sources:alone", "--world-sizes=two"], "numbers separated by commas"),
-        (["check_sources:alone", "--laws=round trip", "--report=/nowhere/page.html"], "cannot be written: name a file"),
-        (["check_sources:empty"], "without a single batch"),
-        (["check_sources:raises"], "builds no loader: fix it.*RuntimeError: no data here"),
-        (["check_sources:in_steps"], "builds no loader: fix it.*examine it without global_batch="),
-        (["check_sources:needs"], "builds no loader: fix it, or give its parameters defaults.*path"),
-        (["check_sources:alone", "--report=/tmp"], "/tmp cannot be written: name a file for the page"),
-        (["check_sources:alone", "--cuts=0"], "cuts must be integers of at least 1"),
-        (["check_sources:alone", "--identify=check_sources:who"], "has no function 'who'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["good"], r"names no loader or function: write package.module:make_loader"),
+    (["nowhere:good"], r"cannot be imported .*run this in the module's folder"),
+    (["nowhere.py:good"], "there is no file nowhere.py"),
+    (["check_sources:bad"], "has no function and no loader 'bad'"),
+    (["check_sources:number"], "has no function and no loader 'number'"),
+    (["check_sources:alone", "--laws=tale"], "there is no law 'tale'; the laws are transparent"),
+    (["check_sources:alone", "--tail=wag"], "tail must be 'pad', 'drop' or 'uneven'"),
+    (["check_sources:alone", "--epochs=0"], "epochs must be at least 1"),
+    (["check_sources:alone", "--world-sizes=two"], "numbers separated by commas"),
+    (["check_sources:alone", "--laws=round trip", "--report=/nowhere/page.html"], "cannot be written: name a file"),
+    (["check_sources:empty"], "without a single batch"),
+    (["check_sources:raises"], "builds no loader: fix it.*RuntimeError: no data here"),
+    (["check_sources:in_steps"], "builds no loader: fix it.*examine it without global_batch="),
+    (["check_sources:needs"], "builds no loader: fix it, or give its parameters defaults.*path"),
+    (["check_sources:alone", "--report=/tmp"], "/tmp cannot be written: name a file for the page"),
+    (["check_sources:alone", "--cuts=0"], "cuts must be integers of at least 1"),
+    (["check_sources:alone", "--identify=check_sources:who"], "has no function 'who'"),
+])  # fmt: skip
 def test_what_cannot_be_examined_is_told(arguments: list[str], message: str) -> None:
     done = check(*arguments)
     assert done.returncode == 2

@@ -232,17 +232,14 @@ def test_a_copy_that_skips_is_what_a_loader_that_skips_saves(kind: str, tmp_path
     assert rest == [batch[0].tolist() for batch in loader] and sum(map(len, rest)) == 40 - 12 - 8
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--skip", "0:16-24"], "is no range of positions"),
-        (["--skip", "0:24..16"], "skip(24, 16): give a range of at least one position, within [0, 40]"),
-        (["--skip", "0:16..41"], "skip(16, 41): give a range of at least one position, within [0, 40]"),
-        (["--skip", "0:1..2", "--state", "parts.train"], "has 1 states of loaders (parts.data): name one of them"),
-        (["--skip", "0:1..2"], "exists already"),
-        ([], "belong together"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "told"), [
+    (["--skip", "0:16-24"], "is no range of positions"),
+    (["--skip", "0:24..16"], "skip(24, 16): give a range of at least one position, within [0, 40]"),
+    (["--skip", "0:16..41"], "skip(16, 41): give a range of at least one position, within [0, 40]"),
+    (["--skip", "0:1..2", "--state", "parts.train"], "has 1 states of loaders (parts.data): name one of them"),
+    (["--skip", "0:1..2"], "exists already"),
+    ([], "belong together"),
+])  # fmt: skip
 def test_a_copy_that_cannot_skip_is_not_written(arguments: list[str], told: str, tmp_path: Path) -> None:
     path, out = tmp_path / "saved", tmp_path / "out"
     snapshot(path)

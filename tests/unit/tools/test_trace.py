@@ -113,17 +113,14 @@ def test_a_samplers_own_order_needs_the_source(tmp_path: Path) -> None:
             trace(tmp_path, **{name: 3})  # type: ignore[arg-type]  # mypy takes it for any of the options
 
 
-@pytest.mark.parametrize(
-    ("made", "named", "words"),
-    [
-        (plain, "small", "batch_size differs: the run had 4"),
-        (plain, "weighted", "order differs"),
-        (plain, "wrapped", "tail differs: the run had pad"),
-        (plain, "fails", "fails .RuntimeError: no such disk"),
-        (weighted, "plain", "order differs"),
-        (grouped, "alone", "global_batch differs: the run had 10, .* has None"),
-    ],
-)
+@pytest.mark.parametrize(("made", "named", "words"), [
+    (plain, "small", "batch_size differs: the run had 4"),
+    (plain, "weighted", "order differs"),
+    (plain, "wrapped", "tail differs: the run had pad"),
+    (plain, "fails", "fails .RuntimeError: no such disk"),
+    (weighted, "plain", "order differs"),
+    (grouped, "alone", "global_batch differs: the run had 10, .* has None"),
+])  # fmt: skip
 def test_another_source_is_refused(made: Any, named: str, words: str, tmp_path: Path) -> None:
     train(tmp_path / "snapshot.pt", made)
     with pytest.raises(MidepochError, match=words):
