@@ -85,8 +85,7 @@ def test_a_wrong_forged_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def changed(results: dict[str, Any], key: str, **values: Any) -> dict[str, Any]:
     """The same, with other values in midepoch's rows of one question."""
-    rows = [row | values if row["peer"] == OURS else row for row in results[key]]
-    return results | {key: rows}
+    return results | {key: [row | values if row["peer"] == OURS else row for row in results[key]]}
 
 
 def test_what_has_become_worse_is_named() -> None:

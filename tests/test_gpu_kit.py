@@ -88,8 +88,7 @@ def test_every_bad_part_is_named_before_anything_is_written(
     whole = (parts / "part-02").read_bytes()
     (parts / "part-02").write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
     (parts / "part-77").write_bytes(whole)
-    told = refused(capsys, tmp_path / "kit", parts)
-    assert "missing: part-00; damaged: part-01, part-02; surplus: part-77." in told
+    assert "missing: part-00; damaged: part-01, part-02; surplus: part-77." in refused(capsys, tmp_path / "kit", parts)
 
 
 def test_what_is_no_kit_of_this_python_is_told(parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

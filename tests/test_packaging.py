@@ -67,8 +67,7 @@ print([batch.tolist() for batch in loader])
 midepoch.Snapshot("snapshot.pt", data=loader).save()
 """
     run = [sys.executable, "-c", AS_ON_WINDOWS + code]
-    lines = subprocess.check_output(run, text=True, cwd=tmp_path).splitlines()
-    assert lines[0] == "[[0, 1], [2, 3], [4, 5]]"
+    assert subprocess.check_output(run, text=True, cwd=tmp_path).splitlines()[0] == "[[0, 1], [2, 3], [4, 5]]"
     assert [each.name for each in tmp_path.iterdir()] == ["snapshot.pt"]
 
 

@@ -47,8 +47,7 @@ def test_the_script_prints_and_writes_its_figures(tmp_path: Path, capsys: pytest
     printed = capsys.readouterr().out
     assert "| 1,000,000,000,000 |" in printed
     assert "| 16,384 |" in printed
-    told = f"before\n<!-- scale -->\n{printed}<!-- end of scale -->\nbehind\n"
-    assert (tmp_path / "index.md").read_text() == told
+    assert (tmp_path / "index.md").read_text() == f"before\n<!-- scale -->\n{printed}<!-- end of scale -->\nbehind\n"
     report = json.loads(figures.read_text())
     assert set(report["environment"]) >= {"date", "python", "torch", "numpy", "midepoch", "cores", "memory_gibibytes"}
     assert {(case["size"], case["world_size"]) for case in report["cost"]["per_index"]} == {

@@ -129,21 +129,17 @@ def nested() -> Any:
     return midepoch.combine({"inner": mixed("max_size_cycle"), "other": noisy(9)}, "weighted", seed=5)
 
 
-def of_own_state(name: str) -> Any:
-    from support import own_state_sources
-
-    return own_state_sources.WRAPPED[name]()
+def of_own_state(name: str) -> Callable[[], Any]:
+    return lambda: importlib.import_module("support.own_state_sources").WRAPPED[name]()
 
 
 def webdataset_counted() -> Any:
     """Epochs that with_epoch counts."""
-    import webdataset as wds
+    from support import webdataset_sources as shards
 
-    from support import webdataset_sources
-
-    urls = webdataset_sources.law_shards("indexed", [4, 0, 5, 1, 3])
-    dataset = wds.WebDataset(urls, shardshuffle=10).shuffle(100).map(webdataset_sources.Reading())
-    return midepoch.wrap(dataset.batched(2, collation_fn=webdataset_sources.stack).with_epoch(4), seed=5)
+    urls = shards.law_shards("indexed", [4, 0, 5, 1, 3])
+    dataset = shards.plain(urls, shardshuffle=10).shuffle(100).map(shards.Reading())
+    return midepoch.wrap(dataset.batched(2, collation_fn=shards.stack).with_epoch(4), seed=5)
 
 
 @functools.cache
@@ -159,6 +155,7 @@ def dali(kind: str, **options: Any) -> Any:
     return getattr(dali_sources, kind)(root=images(), reader="numpy", seed=3, **options)
 
 
+streamed = functools.partial(of, "streaming_sources", "make_loader")
 carried, indexed = of("law_sources", "carried"), of("webdataset_sources", "indexed")
 TARGETS: dict[str, Target] = {
     "dataloader": Target(noisy, relatives=(lambda: noisy(23), lambda: noisy(seed=6), in_groups)),
@@ -177,19 +174,17 @@ TARGETS: dict[str, Target] = {
     "stateful": Target(counted, whole, relatives=(lambda: counted(7), carried), seeks=False),
     "stateful of all epochs": Target(carried, whole, relatives=(counted,), seeks=False),
     "stateful-dataloader": Target(
-        lambda: of_own_state("torchdata StatefulDataLoader"), whole, relatives=(carried,), seeks=False
+        of_own_state("torchdata StatefulDataLoader"), whole, relatives=(carried,), seeks=False
     ),
-    "datasets": Target(lambda: of_own_state("Hugging Face IterableDataset"), whole, relatives=(carried,), seeks=False),
-    "grain": Target(lambda: of_own_state("Grain DataLoader"), whole, relatives=(carried,), seeks=False),
+    "datasets": Target(of_own_state("Hugging Face IterableDataset"), whole, relatives=(carried,), seeks=False),
+    "grain": Target(of_own_state("Grain DataLoader"), whole, relatives=(carried,), seeks=False),
     "combined weighted": Target(mixed, whole, relatives=(nested,), seeks=False),
     "combined zipped": Target(lambda: mixed("max_size_cycle"), whole, relatives=(mixed,), seeks=False),
     "combined left alone": Target(of("combine_sources", "left_alone"), whole, relatives=(carried, mixed), seeks=False),
     "webdataset": Target(indexed, relatives=(of("webdataset_sources", "indexed", size=14),)),
     "webdataset counted": Target(webdataset_counted, relatives=(indexed,)),
     "webdataset-streams": Target(of("webdataset_sources", "streamed"), whole, relatives=(indexed,), seeks=False),
-    "streaming": Target(
-        of("streaming_sources", "make_loader", size=14), relatives=(of("streaming_sources", "make_loader", size=15),)
-    ),
+    "streaming": Target(streamed(size=14), relatives=(streamed(size=15),)),
     "dali": Target(lambda: dali("native"), whole, relatives=(lambda: dali("sampled"),), seeks=False, patience=60.0),
     "dali-sampled": Target(lambda: dali("sampled"), relatives=(lambda: dali("sampled", size=20),), patience=60.0),
     "ffcv": Target(
@@ -260,8 +255,7 @@ class Reference:
         if self._target.seeks and hasattr(loader, "seek"):
             self._spare = loader
             if seed != loader.state_dict()["seed"]:
-                begun = loader.state_dict()
-                there = {**begun, "seed": seed, "epoch": 0, "position": 0, "detail": "", "witness": ""}
+                there = {**loader.state_dict(), "seed": seed, "epoch": 0, "position": 0, "detail": "", "witness": ""}
                 loader.load_state_dict(midepoch.reseal(there))
             loader.seek(epoch)
         elif hasattr(loader, "set_epoch"):

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from midepoch import MidepochError, MidepochWarning
+from support import sources
 from support.changed_sources import EPOCHS, ROWS, loader_of
 from support.resuming import text_of
 
@@ -26,8 +25,7 @@ def run(name: str, workers: int, kept: bool, seed: int, state: Any = None, step:
 
     Returns the batches, what was said and refused, and the states, each with the steps and what was said.
     """
-    for seed_all in (random.seed, np.random.seed, torch.manual_seed):
-        seed_all(seed)
+    sources.under_other_seeds(seed)
     row, batches, states, refused = ROWS[name], list[str](), dict[str, Any](), ""
     descriptor, path = tempfile.mkstemp()  # workers write there too
 

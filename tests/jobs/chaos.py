@@ -223,8 +223,7 @@ def train(backend: Backend, data: Path, folder: Path, workers: int, board: Any) 
     if distributed:
         torch.distributed.init_process_group("gloo")
     log = folder / f"log-{time.time_ns()}-{os.getpid()}"
-    source = backend.source(data, GLOBAL_BATCH // world.world_size, workers)
-    loader = midepoch.wrap(source, seed=backend.seed)
+    loader = midepoch.wrap(backend.source(data, GLOBAL_BATCH // world.world_size, workers), seed=backend.seed)
     model = Model()
     snapshot = midepoch.Snapshot(folder / "snapshot.pt", every=EVERY, model=model, data=loader)
     try:
@@ -330,8 +329,7 @@ class Chaos:
             if undisturbed.exitcode:
                 raise Wrong(f"the undisturbed run failed: {end_of(whole)}")
         else:
-            agent = self.launch(whole, self.backend.worlds[0], self.backend.workers[0], 0)
-            self.wait(agent, whole)
+            self.wait(self.launch(whole, self.backend.worlds[0], self.backend.workers[0], 0), whole)
         self.whole, self.total = self.read(whole)
         if len(self.whole) != STEPS or self.total is None:
             raise Wrong(f"the undisturbed run made {len(self.whole)} steps: {end_of(whole)}")

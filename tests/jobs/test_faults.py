@@ -180,8 +180,7 @@ def test_reads_of_a_snapshot_that_fail(tmp_path: Path) -> None:
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[faults.Server]:
     fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
     aiohttp = pytest.importorskip("aiohttp", reason="aiohttp is not installed")
-    patience = {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=0.5)}}
-    monkeypatch.setitem(fsspec.config.conf, "http", patience)
+    monkeypatch.setitem(fsspec.config.conf, "http", {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=0.5)}})
     made = faults.Server(tmp_path / "shards", seed=11)
     yield made
     made.close()
@@ -328,8 +327,7 @@ def test_workers_are_forked_while_threads_run(tmp_path: Path) -> None:
         running = [pool.submit(each) for each in (compute, iterate)]
         try:
             for turn in range(60 if CHAOS else 3):
-                loader = slow(num_workers=2, multiprocessing_context="fork", timeout=60)
-                with midepoch.wrap(loader, seed=1) as wrapped:
+                with midepoch.wrap(slow(num_workers=2, multiprocessing_context="fork", timeout=60), seed=1) as wrapped:
                     assert sources.taken(wrapped) == noisy, turn
                 with indexed(urls, 2) as wrapped:
                     assert list(wrapped) == shard_batches, turn

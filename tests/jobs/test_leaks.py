@@ -92,20 +92,14 @@ class Saved:
 
 
 SOURCES: dict[str, Callable[[Path], Maker]] = {
-    "dataloader": lambda folder: tensors(),
-    "workers": lambda folder: tensors(num_workers=2),
+    "dataloader": lambda folder: tensors(), "workers": lambda folder: tensors(num_workers=2),
     "persistent workers": lambda folder: tensors(num_workers=2, persistent_workers=True),
-    "replayed": replayed,
-    "webdataset": shards,
-    "webdataset with workers": lambda folder: shards(folder, workers=2),
+    "replayed": replayed, "webdataset": shards, "webdataset with workers": lambda folder: shards(folder, workers=2),
     "webdataset streamed": lambda folder: shards(folder, "streamed"),
     "webdataset piped": lambda folder: shards(folder, "piped"),
-    "streaming": streaming,
-    "dali": dali,
-    "ffcv": ffcv,
-    "combined": combined,
+    "streaming": streaming, "dali": dali, "ffcv": ffcv, "combined": combined,
     "snapshot": lambda folder: lambda: Saved(folder),
-}
+}  # fmt: skip
 
 
 def live(make: Maker, epochs: int) -> None:

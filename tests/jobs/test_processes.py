@@ -103,8 +103,7 @@ def test_ranks_end_with_their_workers(method: str, tmp_path: Path) -> None:
     that wait for ever are ended by what ends their loader, and by their process's end.
     """
     waiting = [functools.partial(time_out, "in Python", True), functools.partial(time_out, "in C", False)]
-    done = end_of(method, sources.fail_in_an_epoch, *[finish_an_epoch] * 5, *waiting, folder=tmp_path)
-    assert done == [1, *[0] * 7]
+    assert end_of(method, sources.fail_in_an_epoch, *[finish_an_epoch] * 5, *waiting, folder=tmp_path) == [1, *[0] * 7]
 
 
 def read_in_a_fork(loader: Any, path: str) -> None:

@@ -63,8 +63,7 @@ def main() -> None:
 def train(options: argparse.Namespace, distributed: bool) -> None:
     world = midepoch.World.current()
     torch.set_num_threads(1)
-    for seed in (torch.manual_seed, random.seed, np.random.seed):
-        seed(world.rank)
+    sources.under_other_seeds(world.rank)
     loader = midepoch.wrap(source(GLOBAL_BATCH // world.world_size, options.own), seed=5)
     model: torch.nn.Module = torch.nn.Linear(3, 1, dtype=torch.float64)
     torch.nn.init.ones_(model.weight)  # type: ignore[arg-type]

@@ -111,10 +111,8 @@ def begins(made: Loader, batches: Iterator[Any]) -> str:
         return "its end"
     except MidepochError:
         return "an error"
-    first = int(batch[0])
-    step = len(batch)
     epoch = made.epoch if made.position else made.epoch - 1
-    return f"the batch at ({epoch}, {first if step == 2 else made.position - 1})"
+    return f"the batch at ({epoch}, {int(batch[0]) if len(batch) == 2 else made.position - 1})"
 
 
 def rows() -> list[str]:

@@ -55,8 +55,7 @@ class Program:
         self.bodies = [self.statements((1, 2, 3), steps=True) for _ in EPOCHS]
 
     def statements(self, counts: Sequence[int], steps: bool) -> list[Statement]:
-        numbers = list(range(len(self.batches)))
-        return [self.statement(numbers, steps) for _ in range(self.draw.choice(counts))]
+        return [self.statement(list(range(len(self.batches))), steps) for _ in range(self.draw.choice(counts))]
 
     def statement(self, numbers: list[int], steps: bool, depth: int = 0) -> Statement:
         draw, (one, *others) = self.draw, self.draw.sample(numbers, len(numbers))

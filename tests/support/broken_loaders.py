@@ -367,8 +367,7 @@ class CountsWhatItPrefetched(ReferenceLoader):
     def state_dict(self, in_flight: int = 0) -> dict[str, Any]:
         state = super().state_dict(in_flight)
         self.looks += 1
-        moved = self.looks > 1 and not in_flight
-        return reseal(state | {"position": state["position"] + 1}) if moved else state
+        return reseal(state | {"position": state["position"] + 1}) if self.looks > 1 and not in_flight else state
 
 
 @breaks("chain")

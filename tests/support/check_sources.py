@@ -30,8 +30,7 @@ class Forgetful:
         self.rank, self.world_size, self.done = rank, world_size, 0
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        mine = torch.arange(24)[self.rank :: self.world_size]
-        for batch in mine.reshape(-1, 2)[self.done :]:
+        for batch in torch.arange(24)[self.rank :: self.world_size].reshape(-1, 2)[self.done :]:
             self.done += 1
             yield batch
         self.done = 0

@@ -11,12 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from nvidia.dali import fn, pipeline_def, types
-from nvidia.dali.plugin.pytorch import (
-    DALIClassificationIterator,
-    DALIGenericIterator,
-    DALIRaggedIterator,
-    LastBatchPolicy,
-)
+from nvidia.dali.plugin.base_iterator import LastBatchPolicy
+from nvidia.dali.plugin.pytorch import DALIClassificationIterator, DALIGenericIterator, DALIRaggedIterator
 from PIL import Image
 
 import midepoch
@@ -75,22 +71,16 @@ KINDS = {"generic": DALIGenericIterator, "ragged": DALIRaggedIterator}
 
 @pipeline_def(num_threads=2, device_id=None)
 def native_pipeline(root: str, size: int, reader: str, shards: tuple[int, int], options: dict[str, Any]) -> Any:
-    options = {"shard_id": shards[0], "num_shards": shards[1], **options}
+    options = {"name": "Reader", "shard_id": shards[0], "num_shards": shards[1], **options}
     if reader == "numpy":
-        label = fn.readers.numpy(
-            files=[f"{root}/npy/{number:03}.npy" for number in range(size)], name="Reader", **options
-        )
+        label = fn.readers.numpy(files=[f"{root}/npy/{number:03}.npy" for number in range(size)], **options)
         return label, label + 1000, fn.random.uniform(shape=[2])
     if reader == "webdataset":
-        encoded, raw = fn.readers.webdataset(
-            paths=[f"{root}/0.tar", f"{root}/1.tar"], ext=["jpg", "cls"], name="Reader", **options
-        )
+        encoded, raw = fn.readers.webdataset(paths=[f"{root}/0.tar", f"{root}/1.tar"], ext=["jpg", "cls"], **options)
         label = fn.reinterpret(raw, dtype=types.INT32)
     else:
         paths = images(root, size)
-        encoded, label = fn.readers.file(
-            files=paths, labels=list(range(len(paths))), name="Reader", **options
-        )
+        encoded, label = fn.readers.file(files=paths, labels=list(range(len(paths))), **options)
     cut = fn.resize(fn.decoders.image_random_crop(encoded), resize_x=12, resize_y=12)
     mirrored = fn.crop_mirror_normalize(cut, crop=(8, 8), mirror=fn.random.coin_flip())
     return label, mirrored, fn.random.uniform(shape=[2])
@@ -111,10 +101,10 @@ def native(
         shards = (rank * pipelines + number, world_size * pipelines)
         settings = {"seed": 11 + number, **(pipeline or {})}
         made.append(native_pipeline(root, size, reader, shards, options, batch_size=batch_size, **settings))
-    names = ["label", "data", "random"]
-    arguments: dict[str, Any] = {"reader_name": "Reader", "auto_reset": auto_reset, "prepare_first_batch": prepare}
-    arguments["last_batch_policy"] = LastBatchPolicy[policy]
-    iterator = KINDS[kind](made, names, **arguments)
+    iterator = KINDS[kind](
+        made, ["label", "data", "random"], reader_name="Reader", auto_reset=auto_reset, prepare_first_batch=prepare,
+        last_batch_policy=LastBatchPolicy[policy],
+    )  # fmt: skip
     return midepoch.wrap(iterator, seed=seed, world=midepoch.World(rank, world_size), then=then)
 
 
@@ -144,10 +134,8 @@ def callback_pipeline(kind: str, root: str) -> Any:
     elif kind == "generator":
         label = fn.external_source(source=([np.zeros(1)] * 4 for _ in range(5)))
     else:
-        label = fn.python_function(
-            fn.readers.numpy(file_root=f"{root}/npy", name="Reader", random_shuffle=True, initial_fill=7),
-            function=negated,
-        )
+        read = fn.readers.numpy(file_root=f"{root}/npy", name="Reader", random_shuffle=True, initial_fill=7)
+        label = fn.python_function(read, function=negated)
     return label, fn.random.uniform(shape=[2])
 
 
@@ -240,11 +228,9 @@ def of_jax(
 
     @data_iterator(output_map=["label", "random"], reader_name="Reader")
     def made() -> Any:
+        options = {"random_shuffle": True, "initial_fill": 7, "shard_id": rank, "num_shards": world_size}
         files = [f"{root}/{number:03}.npy" for number in range(size)]
-        label = fn.readers.numpy(
-            files=files, name="Reader", random_shuffle=True, initial_fill=7, shard_id=rank, num_shards=world_size
-        )
-        return label, fn.random.uniform(shape=[2])
+        return fn.readers.numpy(files=files, name="Reader", **options), fn.random.uniform(shape=[2])
 
     iterator = made(batch_size=batch_size, device_id=None, num_threads=1, seed=11)
     return midepoch.wrap(iterator, seed=seed, world=midepoch.World(rank, world_size), then=as_arrays)

@@ -26,10 +26,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-QUIET = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning"),
-]
+QUIET = [pytest.mark.filterwarnings("ignore::UserWarning", "ignore::midepoch.MidepochWarning")]
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting needs root")
 
 

@@ -342,8 +342,7 @@ def _main() -> None:
     sys.path.pop(0)
     gc.collect()
     gc.freeze()  # else a collection writes to each object, and so copies all memory
-    alive = os.open(Path(address).with_name("alive"), os.O_RDONLY | os.O_NONBLOCK)
-    request = _serve(address, alive)
+    request = _serve(address, os.open(Path(address).with_name("alive"), os.O_RDONLY | os.O_NONBLOCK))
     if request["session"]:
         os.setsid()
     os.chdir(request["cwd"])

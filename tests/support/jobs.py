@@ -108,8 +108,7 @@ def global_batches(folder: Path, ordered: bool = True) -> dict[int, list[Any]]:
 
 def environment(**own: str) -> dict[str, str]:
     """This process's, without a world, and with gloo on this machine."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    common = {name: value for name, value in os.environ.items() if name not in names}
+    common = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return {**common, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **own}
 
 

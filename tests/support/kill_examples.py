@@ -65,8 +65,7 @@ def run(script: Path, folder: Path, kill_after: int | None = None, in_a_save: bo
         ended, code = os.waitpid(child, os.WNOHANG)
         status = os.waitstatus_to_exitcode(code) if ended else None
         files = [path for path in (said, *folder.glob("batches-*")) if path.exists()]
-        text = "".join(path.read_text().removeprefix(before.get(path, "")) for path in files)
-        found = LINE.findall(text)
+        found = LINE.findall("".join(path.read_text().removeprefix(before.get(path, "")) for path in files))
         assert len(found) == len(dict(found)), "two batches of one run have the same name"
         if status is None and kill_after is not None and len(found) >= kill_after:
             if in_a_save and there is None:

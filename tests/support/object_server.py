@@ -26,9 +26,8 @@ def nginx(folder: Path, root: Path, ranges: bool = True) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     folder.mkdir()
-    temporary = "".join(
-        f"{name}_temp_path {folder}/{name};" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    )
+    kept = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    temporary = "".join(f"{name}_temp_path {folder}/{name};" for name in kept)
     user = "user root;" if os.getuid() == 0 else ""
     configuration = f"""
         daemon off; {user} pid {folder}/pid; error_log {folder}/error.log; worker_processes 1;

@@ -37,9 +37,8 @@ def identify(batch: Any) -> list[int]:
 
 
 def torchdata(num_workers: int = 0, seed: int | None = SEED, size: int = SIZE) -> Any:
-    generator = torch.Generator().manual_seed(seed or 0)
     return StatefulDataLoader(
-        Noisy(size), BATCH, shuffle=True, num_workers=num_workers, generator=generator,
+        Noisy(size), BATCH, shuffle=True, num_workers=num_workers, generator=torch.Generator().manual_seed(seed or 0),
         multiprocessing_context="fork" if num_workers else None,
     )  # fmt: skip
 

@@ -71,8 +71,7 @@ def plain(rank: int = 0, world_size: int = 1, **options: Any) -> Any:
 def plain_of(loader: ReferenceLoader) -> Any:
     if loader.items is not None:
         return loader.items
-    rows = Rows(loader.size)
-    return DataLoader(rows, loader.batch_size, sampler=InItsOrder(loader), drop_last=loader.drop_last)
+    return DataLoader(Rows(loader.size), loader.batch_size, sampler=InItsOrder(loader), drop_last=loader.drop_last)
 
 
 def gather(loader: ReferenceLoader) -> dict[str, Any]:

@@ -37,8 +37,6 @@ class Drawing(data.Dataset[Any]):
 
 
 class Exposing(data.IterableDataset[Any]):
-    """Draws its samples by a sampler that it exposes."""
-
     def __init__(self, size: int) -> None:
         self.data, self.sampler = Drawing(size), data.RandomSampler(range(size))
 

@@ -253,8 +253,7 @@ class Exposing(IterableDataset[Any]):
         return self
 
     def __next__(self) -> Any:
-        index = next(self.sampler_iter)
-        return torch.tensor([index, random.random(), float(torch.rand(()))], dtype=torch.float64)
+        return torch.tensor([next(self.sampler_iter), random.random(), float(torch.rand(()))], dtype=torch.float64)
 
 
 class Inheriting(midepoch.StatefulIterable, IterableDataset[Any]):
@@ -268,8 +267,7 @@ class Inheriting(midepoch.StatefulIterable, IterableDataset[Any]):
         return self
 
     def __next__(self) -> Any:
-        index = next(self.sampler_iter)
-        return torch.tensor([index, random.random()], dtype=torch.float64)
+        return torch.tensor([next(self.sampler_iter), random.random()], dtype=torch.float64)
 
 
 class Pairs(IterableDataset[Any]):
@@ -287,16 +285,12 @@ class Pairs(IterableDataset[Any]):
         return torch.tensor([next(first), next(first), next(second)])
 
 
-class Rejecting(IterableDataset[Any]):
+class Rejecting(Exposing):
     """Draws until an index pleases it, so samples draw unequally."""
 
     def __init__(self, length: int, rejected: Sequence[int]) -> None:
-        self.sampler = RandomSampler(range(length))
+        super().__init__(length)
         self.rejected = frozenset(rejected)
-
-    def __iter__(self) -> Rejecting:
-        self.sampler_iter = iter(self.sampler)
-        return self
 
     def __next__(self) -> int:
         index = next(self.sampler_iter)
@@ -366,8 +360,6 @@ def numbers(count: int = 10) -> Iterator[Any]:
 
 
 class Restartable:
-    """A re-iterable object: ``__iter__`` starts over."""
-
     def __init__(self, count: int) -> None:
         self.count = count
 

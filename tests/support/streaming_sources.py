@@ -185,8 +185,7 @@ def main() -> None:
     rank, os.environ["LOCAL_WORLD_SIZE"] = os.environ["RANK"], os.environ["WORLD_SIZE"]
     folder = f"{out}/local"  # shared by all ranks, as on one machine, which wait for each other
     dataset = Drawing(local=folder, batch_size=int(batch_size), shuffle=True, shuffle_seed=SEED, **options)
-    source = StreamingDataLoader(dataset, batch_size=int(batch_size))
-    loader = midepoch.wrap(source)
+    loader = midepoch.wrap(StreamingDataLoader(dataset, batch_size=int(batch_size)))
     if state != "-":
         loader.load_state_dict(json.loads(Path(state).read_text()))
     left, steps = loader.batches_left, None if count == "-1" else int(count)

@@ -151,9 +151,7 @@ class Run:
         self.states: list[Any] = []
 
     def trace(self) -> list[str]:
-        random.seed(0)
-        np.random.seed(0)
-        torch.manual_seed(0)
+        sources.under_other_seeds(0)
         with self.loader:
             return [self.one(self.draw.choice(OPERATIONS)) for _ in range(self.draw.randint(6, 18))]
 

@@ -205,8 +205,6 @@ class GroupedBatchSampler(BatchSampler):
 
 
 class Around:
-    """What all of these are."""
-
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 

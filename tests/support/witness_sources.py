@@ -51,12 +51,10 @@ class Files(Dataset[Any]):
         image = image_of(number)
         if self.rounding:
             image = image ^ np.random.default_rng(index).integers(0, 2, image.shape, dtype=np.uint8)
-        shift = random.random() * self.strength / 255
-        return {"label": number, "image": torch.from_numpy(image).float() / 255 + shift}
+        return {"label": number, "image": torch.from_numpy(image).float() / 255 + random.random() * self.strength / 255}
 
 
 def make(workers: int = 0, batch: int = 4, options: dict[str, Any] | None = None, **source: Any) -> Any:
-    """A wrapped loader of `Files`."""
     loader = DataLoader(Files(**source), batch, shuffle=True, num_workers=workers, collate_fn=list)
     return midepoch.wrap(loader, seed=3, **(options or {}))
 
@@ -90,8 +88,7 @@ def make_webdataset(
 
     dataset = wds.WebDataset(urls, shardshuffle=9, nodesplitter=wds.split_by_node).shuffle(9).map(of_shard)
     loader = DataLoader(dataset.batched(batch, collation_fn=list), batch_size=None, num_workers=workers)
-    world_of_it = midepoch.World(*world)
-    return midepoch.wrap(loader, seed=3, world=world_of_it, tail="uneven", progress=False, **(options or {}))
+    return midepoch.wrap(loader, seed=3, world=midepoch.World(*world), tail="uneven", progress=False, **(options or {}))
 
 
 def write_mds(folder: str, content: int = 0, **keywords: Any) -> str:
@@ -103,8 +100,7 @@ def write_mds(folder: str, content: int = 0, **keywords: Any) -> str:
 
     with MDSWriter(out=folder, columns={"label": "int", "data": "bytes"}, size_limit=600, **keywords) as writer:
         for number in range(24):
-            data = np.random.default_rng([content, number]).bytes(100)
-            writer.write({"label": number, "data": data})
+            writer.write({"label": number, "data": np.random.default_rng([content, number]).bytes(100)})
     return folder
 
 

@@ -250,8 +250,7 @@ class Draws:
     ("how", "line"), [("seeded", ""), ("python", "random.Random().random()"), ("system", "os.urandom(2)")]
 )
 def test_who_asks_the_operating_system_for_numbers_is_named(how: str, line: str) -> None:
-    found = entropy(Settings(lambda: Draws(how)), {})
-    assert [each.partition(": yield ")[2] for each in found] == [line] * bool(line)
+    assert [each.partition(": yield ")[2] for each in entropy(Settings(lambda: Draws(how)), {})] == [line] * bool(line)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
