@@ -6,10 +6,12 @@ import atexit
 import datetime
 import gc
 import json
+import logging
 import os
 import shutil
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     files = {name: {"seconds": round(taken), "tests": tests[name]} for name, taken in slowest}
     rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in files.items())
     DURATIONS.write_text(f'{{\n  "run": {json.dumps(run)},\n  "files": {{\n{rows}\n  }}\n}}\n')
+
+
+@pytest.fixture
+def no_logs() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture

@@ -180,7 +180,7 @@ TARGETS: dict[str, Target] = {
     "grain": Target(of_own_state("Grain DataLoader"), whole, relatives=(carried,), seeks=False),
     "combined weighted": Target(mixed, whole, relatives=(nested,), seeks=False),
     "combined zipped": Target(lambda: mixed("max_size_cycle"), whole, relatives=(mixed,), seeks=False),
-    "combined left alone": Target(of("combine_sources", "left_alone"), whole, relatives=(carried, mixed), seeks=False),
+    "combined left alone": Target(of("law_sources", "combined"), whole, relatives=(carried, mixed), seeks=False),
     "webdataset": Target(indexed, relatives=(of("webdataset_sources", "indexed", size=14),)),
     "webdataset counted": Target(webdataset_counted, relatives=(indexed,)),
     "webdataset-streams": Target(of("webdataset_sources", "streamed"), whole, relatives=(indexed,), seeks=False),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,16 +16,10 @@ from support import bodies
 from support.bodies import SHAPES, Body, live
 
 pytestmark = [
+    pytest.mark.usefixtures("no_logs"),
     pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning"),
     pytest.mark.filterwarnings("error:an iterator over:midepoch.MidepochWarning"),  # none of these bodies has one
 ]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def until_done(run: Callable[..., list[Any] | None], path: Path, first: int = 0, **how: Any) -> list[Any]:

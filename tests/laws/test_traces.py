@@ -2,58 +2,37 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+import os
 
 import pytest
 
 from support import tracing
 
+LONG = bool(os.environ.get("MIDEPOCH_CHAOS"))
 SHORT = 20  # every so many of them, in the short form
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("no_logs")
 
 
 def expected(name: str) -> list[str]:
     return tracing.file_of(name).read_text(encoding="utf-8").splitlines()
 
 
-def compare(name: str, numbers: range) -> None:
+@pytest.mark.parametrize("name", [*tracing.SOURCES, *tracing.FEWER])
+def test_a_sequence_of_operations_gives_what_it_gave(name: str) -> None:
     lines = expected(name)
-    for number in numbers:
+    for number in range(0, len(lines), 1 if LONG else 5 if name in tracing.FEWER else SHORT):
         got, wanted = tracing.trace(name, number).split(), lines[number].split()
         first = next((place for place, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), len(wanted))
         assert got == wanted, f"{name} {number}: {' '.join(wanted[:first])} then {wanted[first:]}, now {got[first:]}"
 
 
-@pytest.mark.parametrize("name", [*tracing.SOURCES, *tracing.FEWER])
-def test_a_sequence_of_operations_gives_what_it_gave(name: str) -> None:
-    compare(name, range(0, len(expected(name)), 5 if name in tracing.FEWER else SHORT))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [*tracing.SOURCES, *tracing.FEWER])
-def test_every_sequence_of_operations_gives_what_it_gave(name: str) -> None:
-    compare(name, range(len(expected(name))))
-
-
-def test_a_program_that_was_drawn_gives_what_it_gave() -> None:
+@pytest.mark.parametrize("first", range(0, tracing.BODIES, SHORT if LONG else 3 * SHORT))
+def test_a_program_that_was_drawn_gives_what_it_gave(first: int) -> None:
     lines = expected("bodies")
     assert len(lines) == tracing.BODIES
-    for number in range(0, tracing.BODIES, 3 * SHORT):
-        assert tracing.body(number) == lines[number], number
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("first", range(0, tracing.BODIES, 20))
-def test_every_program_that_was_drawn_gives_what_it_gave(first: int) -> None:
-    lines = expected("bodies")
-    for number in range(first, first + 20):
+    for number in range(first, first + (SHORT if LONG else 1)):
         assert tracing.body(number) == lines[number], number
 
 

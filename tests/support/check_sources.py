@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import midepoch
+from support import sources
 
 
 def good(rank: int = 0, world_size: int = 1, num_workers: int = 0) -> Any:
@@ -75,17 +76,14 @@ def built_for_its_rank(rank: int = 0, world_size: int = 1) -> Any:
     return DataLoader(data, batch_size=4, sampler=sampler)
 
 
-class Failing(Dataset[int]):
-    def __len__(self) -> int:
-        return 12
-
+class Failing(sources.Indices):
     def __getitem__(self, index: int) -> int:
         if index == 7:
             raise OSError("seven is damaged")
         return index
 
 
-failing = DataLoader(Failing(), batch_size=4)
+failing = DataLoader(Failing(12), batch_size=4)
 
 
 class EndsEarly(midepoch.Loader):
@@ -100,16 +98,13 @@ def ends_early(rank: int = 0, world_size: int = 1, num_workers: int = 0, batch_s
     return loader
 
 
-class Unseeded(Sampler[int]):
-    def __len__(self) -> int:
-        return 24
-
+class Unseeded(sources.Sized):
     def __iter__(self) -> Iterator[int]:
         return iter(np.random.default_rng().permutation(24).tolist())
 
 
 def unseeded() -> Any:
-    return midepoch.wrap(DataLoader(TensorDataset(torch.arange(24)), batch_size=4, sampler=Unseeded()), seed=0)
+    return midepoch.wrap(DataLoader(TensorDataset(torch.arange(24)), batch_size=4, sampler=Unseeded(24)), seed=0)
 
 
 class Drifting(Forgetful):
@@ -134,13 +129,10 @@ def once() -> Any:
     return iter(range(12))
 
 
-class Entropy(Dataset[tuple[int, int]]):
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
+class Entropy(sources.Indices):
+    def __getitem__(self, index: int) -> Any:
         return index, int.from_bytes(os.urandom(6))
 
 
 def entropic() -> Any:
-    return DataLoader(Entropy(), batch_size=4, shuffle=True)
+    return DataLoader(Entropy(24), batch_size=4, shuffle=True)

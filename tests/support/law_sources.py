@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 import midepoch
+from support import sources
 
 SIZE, BATCH, SEED = 14, 3, 7
 
@@ -40,14 +41,12 @@ def sample(index: int, owned: np.random.Generator) -> torch.Tensor:
     return torch.tensor([index, *numbers, midepoch.sample_generator().random()], dtype=torch.float64)
 
 
-class Samples(Dataset[torch.Tensor]):
+class Samples(sources.Indices):
     def __init__(self, size: int, read_log: str | None = None) -> None:
-        self.size, self.read_log, self.generator = size, read_log, np.random.default_rng(1)
+        super().__init__(size)
+        self.read_log, self.generator = read_log, np.random.default_rng(1)
 
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Any:
         log_read(self.read_log, index)
         return sample(index, self.generator)
 
@@ -78,7 +77,7 @@ class Inheriting(midepoch.StatefulIterable, IterableDataset[torch.Tensor]):
         self.sampler_iter = iter(self.sampler)
         return self
 
-    def __next__(self) -> torch.Tensor:
+    def __next__(self) -> Any:
         return self.samples[next(self.sampler_iter)]
 
 
@@ -91,9 +90,8 @@ class Stream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         first, step = 0, 1
         if self.divides:
-            worker = torch.utils.data.get_worker_info()
-            number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-            first, step = self.rank * workers + number, self.world_size * workers
+            own = sources.part_of_worker(len(self.samples))
+            first, step = self.rank * own.step + own.start, self.world_size * own.step
         for index in range(first, len(self.samples), step):
             yield self.samples[index]
 
@@ -256,3 +254,17 @@ map_wrapped = _of("wrapped", inside="loader")
 exposing_generator_in_loader = _of("exposing by a generator")
 divided_stream_in_loader = _of("stream", shard=True)
 dividing_stream_in_loader = functools.partial(_of("dividing stream", shard=False), batch_size=None)
+
+
+# --- a combination ----------------------------------------------------------------------------------------------------
+
+
+def combined(rank: int = 0, world_size: int = 1, size: int = 12) -> Any:
+    """Parts whose states each rank knows alone: samplers that divide their data themselves."""
+    parts = {name: map_left_alone(rank, world_size, size=size, seed=seed) for name, seed in (("short", 1), ("long", 2))}
+    return midepoch.combine(parts, "min_size")
+
+
+def identify_short(batch: Any) -> list[int]:
+    """Those of the part that is read from its beginning to its end."""
+    return identify(batch["short"])

@@ -12,8 +12,6 @@ from midepoch.order.holes import Omit
 from midepoch.tools.ledgers import Ledger
 from midepoch.tools.trace import given, taken
 
-__all__ = ["Job", "Seen", "sights", "told"]
-
 Seen = dict[int, dict[int, list[list[int]]]]
 """By step and rank: the batches, each as the indices of its samples."""
 

@@ -10,8 +10,6 @@ from torch.utils.data import DataLoader
 import midepoch
 from support import sources
 
-__all__ = ["Noisy", "Plans", "Shape", "sample_of", "shares", "wrapped"]
-
 Shape = tuple[int, int, str, bool, int | None]  # batch size, world size, tail, drop_last, global_batch
 Plans = list[list[tuple[list[int], list[int]]]]  # by rank and step, the batch's own positions, and repeats
 

@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import midepoch
@@ -51,12 +51,8 @@ def rows(num_shards: int = 3, buffer: int = 0, seed: int | None = SEED, size: in
     return found.shuffle(seed=seed or 0, buffer_size=buffer) if buffer else found
 
 
-def datasets_stream(seed: int | None = SEED, size: int = SIZE) -> Any:
-    return rows(size=size).batch(BATCH)
-
-
-def datasets_buffered(seed: int | None = SEED, size: int = SIZE) -> Any:
-    return rows(buffer=5, seed=seed, size=size).batch(BATCH)
+def datasets_stream(buffer: int = 0, seed: int | None = SEED, size: int = SIZE) -> Any:
+    return rows(buffer=buffer, seed=seed, size=size).batch(BATCH)
 
 
 def grain_loader(seed: int | None = SEED, size: int = SIZE, rows: Any = None, operations: Any = None) -> Any:
@@ -119,7 +115,7 @@ def litdata_loader(num_workers: int = 0, seed: int | None = SEED, size: int = SI
 BARE: dict[str, Callable[..., Any]] = {
     "torchdata StatefulDataLoader": torchdata,
     "Hugging Face IterableDataset": datasets_stream,
-    "Hugging Face IterableDataset with a shuffle buffer": datasets_buffered,
+    "Hugging Face IterableDataset with a shuffle buffer": functools.partial(datasets_stream, buffer=5),
     "Grain DataLoader": grain_loader,
     "Grain IterDataset": grain_dataset,
     "LitData StreamingDataLoader": litdata_loader,
@@ -150,10 +146,10 @@ WRAPPED: dict[str, Callable[..., Any]] = {
 
 def wrapped_torchdata_of_rank(rank: int = 0, world_size: int = 1, num_workers: int = 0, seed: int | None = SEED) -> Any:
     sampler: Any = DistributedSampler(Noisy(SIZE), world_size, rank, shuffle=True, seed=seed or 0)
-    context = "fork" if num_workers else None
     source = StatefulDataLoader(
-        Noisy(SIZE), BATCH, sampler=sampler, num_workers=num_workers, multiprocessing_context=context
-    )
+        Noisy(SIZE), BATCH, sampler=sampler, num_workers=num_workers,
+        multiprocessing_context="fork" if num_workers else None,
+    )  # fmt: skip
     return midepoch.wrap(source, seed=seed, world=midepoch.World(rank, world_size))
 
 
@@ -264,10 +260,6 @@ class EpochOrder:
         return SIZE
 
 
-def without_a_generator() -> Any:
-    return torch.utils.data.RandomSampler(range(SIZE))
-
-
 def same(batch: Any) -> Any:
     return batch
 
@@ -283,7 +275,7 @@ EXACT: dict[str, Callable[[], Any]] = {
         Noisy(SIZE), BATCH, sampler=torch.utils.data.WeightedRandomSampler([1.0] * SIZE, SIZE)
     ),
     "StatefulDataLoader, batches of a sampler without one": lambda: StatefulDataLoader(
-        Noisy(SIZE), batch_sampler=torch.utils.data.BatchSampler(without_a_generator(), BATCH, False)
+        Noisy(SIZE), batch_sampler=BatchSampler(RandomSampler(range(SIZE)), BATCH, False)
     ),
     "StatefulDataLoader of shuffled rows": functools.partial(rows_inside, buffer=True),
     "StatefulDataLoader of rows": functools.partial(rows_inside, buffer=False),
@@ -299,8 +291,6 @@ TOLD: dict[str, Callable[[], Any]] = {
     "StatefulDataLoader of a stream that reads ahead": lambda: StatefulDataLoader(
         StreamDataset(ReadsAhead()), batch_size=None
     ),
-    "DataLoader of a stream that reads ahead": lambda: torch.utils.data.DataLoader(
-        StreamDataset(ReadsAhead()), batch_size=None
-    ),
+    "DataLoader of a stream that reads ahead": lambda: DataLoader(StreamDataset(ReadsAhead()), batch_size=None),
 }
 """Each resumes wrongly after its first batch, by a fault of its own: the job's trial finds it."""

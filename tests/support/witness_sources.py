@@ -81,9 +81,8 @@ def of_shard(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_webdataset(
-    urls: list[str], workers: int = 0, batch: int = 2, world: tuple[int, int] = (0, 1),
-    options: dict[str, Any] | None = None,
-) -> Any:  # fmt: skip
+    urls: list[str], workers: int = 0, batch: int = 2, world: Any = (0, 1), options: dict[str, Any] | None = None
+) -> Any:
     import webdataset as wds
 
     dataset = wds.WebDataset(urls, shardshuffle=9, nodesplitter=wds.split_by_node).shuffle(9).map(of_shard)
@@ -142,14 +141,13 @@ def state_after(kind: str, batches: int, **arguments: Any) -> tuple[dict[str, An
 _opened: list[str] = []
 
 
-def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "open" and str(arguments[0]).endswith((".tar", ".mds")):
-        _opened.append(str(arguments[0]))
-
-
 @functools.cache
 def _watch() -> None:
-    sys.addaudithook(_note)
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).endswith((".tar", ".mds")):
+            _opened.append(str(arguments[0]))
+
+    sys.addaudithook(note)
 
 
 def resume(state: dict[str, Any], arguments: dict[str, Any], kind: str = "files") -> dict[str, Any]:

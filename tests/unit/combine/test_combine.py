@@ -22,7 +22,7 @@ import midepoch
 from midepoch import MidepochError, SourceError, StateMismatchError, combine, wrap
 from midepoch.loader.loader import Loader
 from midepoch.testing import ResumableTests
-from support import combine_sources, sources
+from support import law_sources, sources
 
 pytestmark = pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 
@@ -323,11 +323,11 @@ def test_capabilities_are_those_of_all_parts() -> None:
     assert all(each for name, each in vars(told).items() if name != "skips")
     mixed = of_unknown("min_size").capabilities
     assert not mixed.constant_time_resume and "part 0" in mixed.constant_time_resume.reason
-    own = combine_sources.left_alone()
+    own = law_sources.combined()
     assert not own.capabilities.elastic_world and not own.capabilities.rank_independent
     next(iter(own))
     with pytest.raises(StateMismatchError, match="world size"):
-        combine_sources.left_alone(0, 2).load_state_dict(own.state_dict())
+        law_sources.combined(0, 2).load_state_dict(own.state_dict())
 
 
 # --- the laws ---
@@ -352,8 +352,8 @@ def test_draws_by_weight_go_on_in_other_worlds() -> None:
 
 
 class TestLeftAlone(ResumableTests):
-    make_loader = staticmethod(combine_sources.left_alone)
-    identify: ClassVar[Any] = staticmethod(combine_sources.identify_short)
+    make_loader = staticmethod(law_sources.combined)
+    identify: ClassVar[Any] = staticmethod(law_sources.identify_short)
     tail = "drop"
     parts = 2
     quick = True

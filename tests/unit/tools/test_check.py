@@ -92,18 +92,16 @@ def test_a_broken_loader_leads_with_the_cause(tmp_path: Path) -> None:
 
 SOURCE = r"check_sources.py:\d+: "
 SAID: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "drifting --epochs=1": (
-        "nearly every law fails, for one cause", 1,
-        ("^It does not repeat itself", "first seen +epoch 0, batch 0",
-         rf"drawn at +{SOURCE}generator = np.random.default_rng\(\)",
-         r"1\d more fail with it: states, determinism, tail", "instead +draw from the global generators"),
-    ),
-    "unseeded --laws=tail": (
-        "midepoch refuses the order", 1,
-        ("^Unseeded does not repeat itself: two lists for epoch 0",
-         rf"drawn at +{SOURCE}return iter\(np.random.default_rng\(\)",
-         r"cut +\d+ of 24 samples lost, \d+ twice +fails: SourceError"),
-    ),
+    "drifting --epochs=1": ("nearly every law fails, for one cause", 1, (
+        "^It does not repeat itself", "first seen +epoch 0, batch 0",
+        rf"drawn at +{SOURCE}generator = np.random.default_rng\(\)",
+        r"1\d more fail with it: states, determinism, tail", "instead +draw from the global generators",
+    )),
+    "unseeded --laws=tail": ("midepoch refuses the order", 1, (
+        "^Unseeded does not repeat itself: two lists for epoch 0",
+        rf"drawn at +{SOURCE}return iter\(np.random.default_rng\(\)",
+        r"cut +\d+ of 24 samples lost, \d+ twice +fails: SourceError",
+    )),
     "dropping --quick --epochs=1 --laws=partition,topology": (
         "two of 22 in batches of four, and what does not divide by the ranks, are not lost", 0,
         ("Laws and trials: 2 hold.", "continued on 2 ranks .* exact", "continued with batches of 5 .* exact"),
@@ -116,16 +114,14 @@ SAID: dict[str, tuple[str, int, tuple[str, ...]]] = {
         ("^Without any resume, it does not give what the plain loader gives", "first seen +epoch 0, batch 4",
          "expected +as the plain loader: sample 8 once", "got +never; lost: 8, 9"),
     ),
-    "failing": (
-        "an error of the dataset", 1,
-        ("OSError while iterating, pass 0: seven is damaged", "first seen +epoch 0, batch 1",
-         rf"raised at +{SOURCE}raise OSError"),
-    ),
+    "failing": ("an error of the dataset", 1, (
+        "OSError while iterating, pass 0: seven is damaged", "first seen +epoch 0, batch 1",
+        rf"raised at +{SOURCE}raise OSError",
+    )),
     "once": ("what cannot be wrapped", 1, ("^midepoch.wrap refuses it: ",)),
-    "alone --seconds=0.001 --epochs=1": (
-        "no law is begun when the time is over", 0,
-        (r"27 not reached \(lists, .*rollback\)", "--seconds 300", "^No law that was examined is broken"),
-    ),
+    "alone --seconds=0.001 --epochs=1": ("no law is begun when the time is over", 0, (
+        r"27 not reached \(lists, .*rollback\)", "--seconds 300", "^No law that was examined is broken",
+    )),
     "entropic --laws=tail,isolation,refusal --epochs=1 --world-sizes=1": (
         "numbers that no seed restores, as capabilities says, are no fault of states", 1,
         (r"^It does not continue exactly, and says so: two reads of sample \d+ differ in \[1\] *$",

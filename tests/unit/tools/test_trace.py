@@ -85,11 +85,10 @@ def train(path: Path, make: Any, steps: int = 30, ranks: int = 1, **options: Any
     return seen
 
 
-@pytest.mark.parametrize(
-    ("make", "ranks"),
-    [(plain, 1), (plain, 3), (in_workers, 2), (weighted, 2), (in_batches, 1), (own_batches, 2), (wrapped, 2),
-     (grouped, 2)],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "ranks"), [
+    (plain, 1), (plain, 3), (in_workers, 2), (weighted, 2), (in_batches, 1), (own_batches, 2), (wrapped, 2),
+    (grouped, 2),
+])  # fmt: skip
 def test_batches_of_steps_and_steps_of_samples(make: Any, ranks: int, tmp_path: Path) -> None:
     seen, target = train(tmp_path / "snapshot.pt", make, ranks=ranks), f"{__file__}:{make.__name__}"
     for step in (1, 5, 14, 20, 30):
