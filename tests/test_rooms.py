@@ -81,7 +81,6 @@ def walk(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def edges() -> list[tuple[str, str]]:
-    """Each module, and one that it imports."""
     return [(name, each) for name in sorted(MODULES) for each in sorted(imports(name))]
 
 

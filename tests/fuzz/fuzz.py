@@ -58,7 +58,6 @@ class Outcome:
         return [*self.wrong, *self.crashed, *self.hung]
 
     def again(self, first: int, count: int = 1) -> str:
-        """What does some of the mutations again."""
         command = f"python tests/fuzz/fuzz.py --target '{self.target}' --seed {self.seed}"
         return f"{command} --first {first} --count {count}" if first else f"{command} --count {count}"
 

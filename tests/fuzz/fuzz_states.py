@@ -134,7 +134,6 @@ def of_own_state(name: str) -> Callable[[], Any]:
 
 
 def webdataset_counted() -> Any:
-    """Epochs that with_epoch counts."""
     from support import webdataset_sources as shards
 
     urls = shards.law_shards("indexed", [4, 0, 5, 1, 3])

@@ -42,7 +42,7 @@ import psutil
 import torch
 import torch.distributed
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import midepoch
 from support import jobs, sources
@@ -78,7 +78,6 @@ def of_rows(batch: torch.Tensor) -> Samples:
 
 
 def stateful(folder: Path, batch: int, workers: int) -> Any:
-    from torch.utils.data import DistributedSampler
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     sampler: Any = DistributedSampler(range(SIZE), seed=3)  # type: ignore[arg-type]

@@ -20,8 +20,6 @@ from support import forking, jobs
 
 
 class Job:
-    """torchrun on this machine, in a session of its own."""
-
     def __init__(self, folder: Path, processes: int, *options: str, launcher: Sequence[str] = ()) -> None:
         command = [torchrun_job.__file__, str(folder), *options]
         self.process = jobs.torchrun(processes, command, launcher, new_session=True)

@@ -90,7 +90,7 @@ class Unnamed:
     exact = dict.fromkeys(("exact_order", "constant_time_resume", "elastic_world", "elastic_workers"), True)
     capabilities = types.SimpleNamespace(**exact, rank_independent=True, exact_augmentations=False)
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.world_size, self.epoch, self.done = world_size, 0, 0
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -104,7 +104,3 @@ class Unnamed:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.done = state["epoch"], state["done"]
-
-
-def make_unnamed(rank: int = 0, world_size: int = 1) -> Any:
-    return Unnamed(rank, world_size)

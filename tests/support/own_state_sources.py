@@ -222,8 +222,6 @@ class OwnGenerator(Stream):
 
 
 class SavesGenerator(OwnGenerator):
-    """The same, but its state covers it."""
-
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "generator": self.generator.bit_generator.state}
 

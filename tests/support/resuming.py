@@ -15,8 +15,6 @@ import midepoch
 
 
 class Saved(NamedTuple):
-    """What a process has saved."""
-
     states: list[dict[str, Any]]  # in mid-epoch, at the boundary, and in the second epoch
     following: list[list[str]]  # the batches of the rest of each epoch, as text
     told: list[str]  # midepoch's warnings before the first state can be used

@@ -25,8 +25,6 @@ SIZE, BATCH = 32, 4
 
 
 class Popped(sources.Indices):
-    """What comes depends on what has been read."""
-
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.queue = deque(range(1000))

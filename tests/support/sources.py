@@ -46,7 +46,6 @@ def taken(loader: Any, count: int | None = None) -> list[Any]:
 
 
 def loaded(loader: Any, state: dict[str, Any]) -> Any:
-    """The loader, at a state."""
     loader.load_state_dict(state)
     return loader
 
@@ -176,8 +175,6 @@ class Noisy(Indices):
 
 
 class Fetched(Noisy):
-    """Reads whole batches at once."""
-
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[index] for index in indices]
 

@@ -148,8 +148,7 @@ def numbers(batches: list[Any]) -> list[list[int]]:
 
 
 def identify(batch: Any) -> list[int]:
-    found: list[int] = batch["number"].tolist()
-    return found
+    return [int(number) for number in batch["number"]]
 
 
 def bare(

@@ -97,10 +97,10 @@ def on_two_ranks(switch: Switch) -> Any:
     return DataLoader(data, 3, sampler=DistributedSampler(data, 2, 1, shuffle=True))
 
 
-Make = Callable[[Switch], Any]
+Sources = dict[str, tuple[Callable[[Switch], Any], dict[str, Any]]]
 
 # Each: what is wrapped, and how, but for the world, which is one process's where nothing else is said.
-SOURCES: dict[str, tuple[Make, dict[str, Any]]] = {
+SOURCES: Sources = {
     "shuffled": (noisy, {}),
     "in order, full batches": (functools.partial(noisy, shuffle=False, drop_last=True), {}),
     "on two ranks": (on_two_ranks, {"world": World(1, 2, 0)}),
@@ -121,14 +121,12 @@ SOURCES: dict[str, tuple[Make, dict[str, Any]]] = {
     "own state": (lambda switch: sources.Counter(9), {}),
     "mixed": (mixed, {}),
 }
-FEWER: dict[str, tuple[Make, dict[str, Any]]] = {  # each takes a second
-    "in workers": (functools.partial(noisy, num_workers=1), {})
-}
+FEWER: Sources = {"in workers": (functools.partial(noisy, num_workers=1), {})}  # each takes a second
 
 
 def wrapped(name: str, switch: Switch) -> Any:
     make, options = (SOURCES | FEWER)[name]
-    made, options = make(switch), {"world": World(0, 1, 0)} | options
+    made, options = make(switch), {"world": World(0, 1, 0), **options}
     return made if isinstance(made, midepoch.Loader) else midepoch.wrap(made, seed=5, **options)
 
 

@@ -64,8 +64,6 @@ class AsksForItsWorker(CountsPasses):
 
 
 class Restarts:
-    """Is its own iterator; __iter__ begins anew."""
-
     def __iter__(self) -> Restarts:
         self.position = 0
         return self

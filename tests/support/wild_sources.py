@@ -210,8 +210,6 @@ class Around:
 
 
 class OnDevice(Around):
-    """Passes each batch on, moved to a device."""
-
     device = "cpu"
 
     def __iter__(self) -> Iterator[Any]:
@@ -298,8 +296,6 @@ class KeepsFromTheStart(KeepsWorkers):
 
 
 class Doubling(DataLoader[Any]):
-    """Works on what torch's own iterator gives."""
-
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         for batch in super().__iter__():
             yield 2 * batch + float(torch.rand(()))
@@ -355,8 +351,6 @@ class OneMore(Around):
 
 
 class Mixing(Around):
-    """Mixes each batch with the one before."""
-
     def __iter__(self) -> Iterator[Any]:
         before = None
         for batch in self.loader:
@@ -442,8 +436,6 @@ class Skipping(Around):
 
 
 class Stopping(Skipping):
-    """Ends where some sample comes."""
-
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
             if self.left_out in batch[:, 0].tolist():
@@ -479,15 +471,11 @@ class OfTwo(Around):
 
 
 class Unused(OfTwo):
-    """Reads the other one."""
-
     def __iter__(self) -> Iterator[Any]:
         yield from self.other
 
 
 class HandingOn(Around):
-    """Hands on what it has not got itself."""
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
 
@@ -510,8 +498,6 @@ class Keeping(Around):
 
 
 class MakingAGenerator(Around):
-    """Makes a generator that it holds when it is iterated."""
-
     def __iter__(self) -> Iterator[Any]:
         self.generator = random.Random(3)
         for batch in self.loader:

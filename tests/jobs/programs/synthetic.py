@@ -29,8 +29,6 @@ class Pictures(Dataset[tuple[torch.Tensor, int]]):
 
 
 class AverageMeter:
-    """The mean of what it is told."""
-
     def __init__(self) -> None:
         self.avg = self.sum = 0.0
         self.count = 0

@@ -305,7 +305,7 @@ def test_samples_are_named_in_any_shape_and_missed(kind: str) -> None:
 
 
 def test_a_loader_whose_samples_have_no_names_is_told_so() -> None:
-    report = look(batch_shapes.make_unnamed, world_sizes=(1, 2))
+    report = look(batch_shapes.Unnamed, world_sizes=(1, 2))
     assert report.holds, str(report)
     for law in ("tail", "partition", "topology", "delivery"):
         assert report[law].status == "not applicable"
@@ -329,12 +329,9 @@ def test_a_loader_that_fails_is_told_and_the_next_one_works(kind: Any, timeout: 
     ({"make_loader": 3}, TypeError, "make_loader must be a function"),
     ({"laws": ["tail", "gravity"]}, ValueError, "no law 'gravity'"),
     ({"make_loader": functools.partial(ReferenceLoader, size=0)}, ValueError, "without a single batch"),
-    ({"world_sizes": (0,)}, ValueError, "world_sizes"),
-    ({"num_workers": (-1,)}, ValueError, "num_workers"),
-    ({"cuts": (0,)}, ValueError, "cuts"),
-    ({"epochs": 0}, ValueError, "epochs"),
-    ({"tail": "cut"}, ValueError, "tail"),
-    ({"timeout": 0}, ValueError, "timeout"),
+    ({"world_sizes": (0,)}, ValueError, "world_sizes"), ({"num_workers": (-1,)}, ValueError, "num_workers"),
+    ({"cuts": (0,)}, ValueError, "cuts"), ({"epochs": 0}, ValueError, "epochs"),
+    ({"tail": "cut"}, ValueError, "tail"), ({"timeout": 0}, ValueError, "timeout"),
     ({"options": ("rank", "colour")}, ValueError, r"options must be some of rank, .*got \['colour'\]"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_wrong_arguments(wrong: dict[str, Any], kind: type[Exception], message: str) -> None:
