@@ -16,10 +16,9 @@ WORKERS = (0, False), (2, False), (2, True)
 CHAOS = bool(os.environ.get("MIDEPOCH_CHAOS"))
 
 
-def done(task: list[Any]) -> dict[str, Any]:
+def done(task: list[Any]) -> Any:
     run = forking.run([JOB, json.dumps(task)], modules=["support.changed_sources"], check=True)
-    found: dict[str, Any] = json.loads(run.stdout)
-    return found
+    return json.loads(run.stdout)
 
 
 def test_changed_data_resume_exactly_or_say_that_they_do_not() -> None:

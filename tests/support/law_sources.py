@@ -236,9 +236,8 @@ def _in_loader(
     arguments = _arguments(kind, size, read_log, rank, world_size, seed or 0)
     if "batch_sampler" not in arguments:
         arguments = {"batch_size": batch_size or BATCH, **arguments}
-    if kind == "wrapped":
-        return _wrap(Drawing(DataLoader(**arguments, num_workers=num_workers)), rank, world_size, seed, **options)
-    return _wrap(DataLoader(**arguments, num_workers=num_workers), rank, world_size, seed, **options)
+    loader: DataLoader[Any] = DataLoader(**arguments, num_workers=num_workers)
+    return _wrap(Drawing(loader) if kind == "wrapped" else loader, rank, world_size, seed, **options)
 
 
 def _of(kind: str, **options: Any) -> Any:

@@ -112,8 +112,7 @@ def wrapped(make: Make, rank: int = 0, world_size: int = 1, **options: Any) -> A
     return midepoch.wrap(make(), seed=1, world=midepoch.World(rank, world_size), **options)
 
 
-def random_with(dataset: Any, **keywords: Any) -> Any:
-    seed = keywords.pop("seed", None)
+def random_with(dataset: Any, seed: int | None = None, **keywords: Any) -> Any:
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     return RandomSampler(dataset, generator=generator, **keywords)
 
