@@ -126,8 +126,7 @@ def test_a_sampler_s_own_error_comes_where_the_plain_one_does(batch_size: int | 
     plainly = until_the_error(DataLoader(Listed(Fails(SIZE)), batch_size))
     # Where indices are divided, wrap refuses it and names shard=.
     source, shard = DataLoader(Listed(Fails(SIZE)), batch_size, num_workers=workers), True if workers else None
-    loader = midepoch.wrap(source, seed=0, on_error="retry", shard=shard)
-    assert until_the_error(loader) == plainly
+    assert until_the_error(midepoch.wrap(source, seed=0, on_error="retry", shard=shard)) == plainly
 
 
 def test_the_dataset_is_left_as_a_plain_pass_leaves_it() -> None:
@@ -147,8 +146,7 @@ def test_a_deviation_in_less_than_a_batch_is_seen() -> None:
 
 
 def test_one_without_indices_is_empty() -> None:
-    dataset = Listed(Given([]))
-    loader = midepoch.wrap(DataLoader(dataset, 4), seed=3)
+    loader = midepoch.wrap(DataLoader(Listed(Given([])), 4), seed=3)
     assert (list(loader), len(loader), loader.epoch) == ([], 0, 1)
 
 

@@ -318,8 +318,7 @@ def test_another_collate_function_is_followed(method: str, more: dict[str, Any])
 
 
 def test_a_seed_that_is_set_on_a_sampler_is_refused() -> None:
-    source = distributed()
-    loader = midepoch.wrap(source)
+    loader = midepoch.wrap(distributed())
     list(loader)
     loader.sampler.seed = 5
     for _ in range(2):
@@ -328,8 +327,7 @@ def test_a_seed_that_is_set_on_a_sampler_is_refused() -> None:
 
 
 def test_the_stand_ins_read_the_samplers_and_tell_the_epoch() -> None:
-    source = mosaic()
-    loader = midepoch.wrap(source, seed=0)
+    loader = midepoch.wrap(mosaic(), seed=0)
     assert (loader.batch_sampler.mosaic, loader.batch_sampler.batch_size) == (True, 3)
     assert loader.batch_sampler.sampler.data_source == range(6)
     loader.batch_sampler.set_epoch(2)

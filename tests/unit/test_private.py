@@ -63,8 +63,7 @@ def test_missing_parts_and_untested_versions_are_named(package: str, module: str
     assert all(" 99.1.2 is installed" in each and "pip install '" in each and "tested with" in each for each in found)
     where, _, path = part.partition(":")
     *holders, name = path.split(".")
-    holder = functools.reduce(getattr, holders, importlib.import_module(where))
-    monkeypatch.delattr(holder, name)
+    monkeypatch.delattr(functools.reduce(getattr, holders, importlib.import_module(where)), name)
     with pytest.raises(midepoch.UnsupportedSourceError, match=rf"[\d.]+(\+\w+)? has no .*{name}.*install"):
         fresh(module)
 
@@ -214,8 +213,7 @@ def test_streaming_is_as_it_was_when_its_passes_are_over(monkeypatch: pytest.Mon
 
 def foreign(path: Path, ours: frozenset[str] = frozenset()) -> list[str]:
     """Attributes with a private name, none of `ours`, that a module takes of objects whose class it does not define."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = list(ast.walk(tree))
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     own |= {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
     for node in nodes:

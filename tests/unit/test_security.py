@@ -143,10 +143,9 @@ def test_a_state_of_a_replay_without_its_detail_is_refused() -> None:
 # --- indexes ---
 
 
-def urls_in(folder: Path) -> list[str]:
+def urls_in(folder: Path) -> Any:
     shards = pytest.importorskip("support.webdataset_sources", reason="webdataset is not installed")
-    urls: list[str] = shards.make_shards(folder / "shards", [4, 6, 3])
-    return urls
+    return shards.make_shards(folder / "shards", [4, 6, 3])
 
 
 def indexed(urls: list[str], cache: Path) -> list[Any]:

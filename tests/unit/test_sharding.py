@@ -147,8 +147,7 @@ def test_the_whole_list_is_no_alarm(sampler: Any) -> None:
 
 def test_a_distributed_sampler_with_a_state_is_understood() -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader.sampler", reason="needs torchdata")
-    theirs = stateful.StatefulDistributedSampler(range(SIZE), 2, 1, seed=5)
-    ours = midepoch.wrap(loader(theirs))
+    ours = midepoch.wrap(loader(stateful.StatefulDistributedSampler(range(SIZE), 2, 1, seed=5)))
     plain = midepoch.wrap(loader(DistributedSampler(range(SIZE), 2, 1, seed=5)))  # type: ignore[arg-type]
     assert ours.capabilities.elastic_world
     assert sources.taken(ours) == sources.taken(plain)

@@ -229,8 +229,7 @@ def test_a_look_at_wide_rows_copies_none() -> None:
 
 
 def test_what_is_cut_off_is_said_and_is_no_change() -> None:
-    many = [[sources.Slotted(number) for number in range(60)] for _ in range(60)]
-    found = summarize(data=many)
+    found = summarize(data=[[sources.Slotted(number) for number in range(60)] for _ in range(60)])
     assert CUT_OFF in found
     assert changed_paths(found, {path: value for path, value in found.items() if path != CUT_OFF}) == []
 

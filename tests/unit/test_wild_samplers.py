@@ -127,8 +127,7 @@ def test_finite_ones_are_listed_up_to_one_bound(monkeypatch: pytest.MonkeyPatch)
     assert len(wrapped(Without(49))) == 1078 // BATCH + 1
     with pytest.raises(SourceError, match=r"Without gave more than 1,088 indices and does not end.*let its len"):
         len(wrapped(Without(50)))
-    loader = wrapped(Declared(300))
-    assert len(sources.taken(loader)) == 300 * SIZE // BATCH
+    assert len(sources.taken(wrapped(Declared(300)))) == 300 * SIZE // BATCH
     monkeypatch.setattr(listing, "_LONGEST", 5000)
     with pytest.raises(SourceError, match="Declared gave more than 5,000 indices"):
         next(iter(wrapped(Declared(300))))

@@ -43,9 +43,7 @@ class Run:
     """A small training run whose every number depends on data, augmentations and the process's generators."""
 
     def __init__(self, path: Path, seed: int = 5, size: int = 40, width: int = 3, **settings: Any) -> None:
-        torch.manual_seed(1)
-        random.seed(1)
-        np.random.seed(1)
+        sources.under_other_seeds(1)
         self.model = torch.nn.Linear(width, 1)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.99)
@@ -168,13 +166,12 @@ def check_refused(path: Path, match: str, error: type[Exception] = SnapshotError
     assert standing(run) == before
 
 
-def saved(path: Path, steps: int = 3) -> dict[str, Any]:
+def saved(path: Path, steps: int = 3) -> Any:
     """What a run has saved after so many steps."""
     run = Run(path)
     run.train(steps)
     run.snapshot.save()
-    content: dict[str, Any] = torch.load(path, weights_only=True)
-    return content
+    return torch.load(path, weights_only=True)
 
 
 def test_what_does_not_fit_leaves_everything_as_it_was(tmp_path: Path) -> None:
@@ -281,8 +278,7 @@ def test_a_packed_snapshot_or_a_folder_in_it_is_refused(tmp_path: Path) -> None:
         for name, record in records.items():
             archive.writestr(name, record + bytes(1 << 20) * name.endswith("data.pkl"))
     check_refused(path, "is compressed")
-    entry = data.rindex(b"PK\x01\x02", 0, data.rindex(b"/data/0"))
-    data[entry + 38] |= 0x10  # of its attributes
+    data[data.rindex(b"PK\x01\x02", 0, data.rindex(b"/data/0")) + 38] |= 0x10  # of its attributes
     path.write_bytes(data)
     check_refused(path, "/data/0 is marked as a folder")
 
@@ -621,10 +617,9 @@ def started(kind: str, way: str, folder: Path, until: str) -> forking.Program:
     return job
 
 
-@pytest.mark.parametrize(
-    ("number", "kind"),
-    [(signal.SIGTERM, "DataLoader"), (signal.SIGUSR1, "StatefulDataLoader"), (signal.SIGTERM, "Streaming")],
-)
+@pytest.mark.parametrize(("number", "kind"), [
+    (signal.SIGTERM, "DataLoader"), (signal.SIGUSR1, "StatefulDataLoader"), (signal.SIGTERM, "Streaming"),
+])  # fmt: skip
 def test_a_signal_to_all_processes_with_their_workers(number: signal.Signals, kind: str, tmp_path: Path) -> None:
     """As schedulers send it."""
     job = started(kind, "wait", tmp_path, "3")

@@ -258,8 +258,7 @@ def test_a_part_without_batches_cannot_begin_again(options: dict[str, Any], empt
 @pytest.mark.parametrize("mode", ["max_size", "sequential", "weighted"])
 def test_a_part_without_batches_is_passed_over(mode: Any) -> None:
     for empty in (wrap([]), wrap(unknown(0))):
-        loader = combine([empty, wrap([1, 2, 3])], mode)
-        assert [len(epoch) for epoch in passes(loader, 2)] == [3, 3]
+        assert [len(epoch) for epoch in passes(combine([empty, wrap([1, 2, 3])], mode), 2)] == [3, 3]
     assert list(combine([wrap([]), wrap([1])], "min_size")) == []
 
 

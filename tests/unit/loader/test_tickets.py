@@ -52,9 +52,8 @@ def saved(loader: midepoch.Loader) -> tuple[int, int, str]:
     return state["epoch"], state["position"], state["omit"]
 
 
-def resumed(state: Any, **options: Any) -> midepoch.Loader:
-    made: midepoch.Loader = sources.loaded(wrapped(20, 2, shuffle=False, **options), json.loads(json.dumps(state)))
-    return made
+def resumed(state: Any, **options: Any) -> Any:
+    return sources.loaded(wrapped(20, 2, shuffle=False, **options), json.loads(json.dumps(state)))
 
 
 def test_the_state_is_the_frontier_and_what_is_done_beyond_it() -> None:
@@ -217,8 +216,7 @@ def test_more_open_batches_than_a_state_holds_are_refused() -> None:
 
 def test_skips_and_what_is_finished_fill_a_state_together() -> None:
     loader = wrapped(4000, 1)
-    tickets = [loader.ticket for _ in zip(range(600), loader, strict=False)]
-    finish(loader, tickets[1::2])
+    finish(loader, [loader.ticket for _ in zip(range(600), loader, strict=False)][1::2])
     other = sources.loaded(wrapped(4000, 1), loader.state_dict())
     for start in range(1000, 1424, 2):  # 212 more
         other.skip(start, start + 1)

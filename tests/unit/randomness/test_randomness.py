@@ -38,8 +38,7 @@ MASK = (1 << 64) - 1
 def test_keys_are_those_of_splitmix64() -> None:
     # The published outputs of SplitMix64 from state 0, and from 1234567.
     assert [derive_key(word) for word in range(3)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    gamma = 0x9E3779B97F4A7C15
-    assert [mix(1234567 + place * gamma) for place in (1, 2, 3)] == [
+    assert [mix(1234567 + place * 0x9E3779B97F4A7C15) for place in (1, 2, 3)] == [
         6457827717110365317, 3203168211198807973, 9817491932198370423,
     ]  # fmt: skip
 
