@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 import midepoch
@@ -142,12 +141,14 @@ def die(worker: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def loader_class(name: str) -> Any:
+    module = "torch.utils.data" if name == "DataLoader" else "torchdata.stateful_dataloader"
+    return getattr(pytest.importorskip(module, reason="torchdata is not installed"), name)
+
+
 @pytest.mark.parametrize("kind", ["DataLoader", "StatefulDataLoader"])
 def test_a_worker_that_dies_while_it_starts_is_told_of(kind: str) -> None:
-    loaders: Any = torch.utils.data
-    if kind == "StatefulDataLoader":
-        loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
-    source = getattr(loaders, kind)(sources.Indices(40), batch_size=4, num_workers=2, worker_init_fn=die)
+    source = loader_class(kind)(sources.Indices(40), batch_size=4, num_workers=2, worker_init_fn=die)
     with midepoch.wrap(source, seed=0) as loader, pytest.raises(midepoch.SourceError, match=r"DataLoader worker .*use"):
         list(loader)
 
@@ -181,10 +182,7 @@ def test_a_loader_that_is_dropped_ends_its_workers_at_once(
     kind: str, read: Any, in_a_cycle: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the last reference, or by the collector, which may close the workers' queues before they are told to leave."""
-    make: Any = DataLoader
-    if kind == "stateful":
-        loaders = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
-        make = loaders.StatefulDataLoader
+    make = loader_class("StatefulDataLoader" if kind == "stateful" else "DataLoader")
     sources.be_patient(monkeypatch)
     gc.collect()
     before = workers_here()

@@ -17,8 +17,7 @@ import torch
 
 import midepoch
 
-SIZE, BATCH, SEED = 24, 2, 7
-SHARDS = 2
+SIZE, SHARDS, BATCH, SEED = 24, 2, 2, 7
 
 
 def prepared(folder: Path, size: int = SIZE) -> Path:

@@ -25,8 +25,7 @@ def wrapped(size: int, batch_size: int, drop_last: bool = False, **options: Any)
     kinds = {"shuffle": options.pop("shuffle", True), "num_workers": options.pop("num_workers", 0)}
     if sampler := options.pop("sampler", None):
         kinds |= {"sampler": sampler, "shuffle": None}
-    dataset: Any = Noisy(size)
-    source: Any = DataLoader(dataset, batch_size, drop_last=drop_last, collate_fn=list, **kinds)
+    source: Any = DataLoader(Noisy(size), batch_size, drop_last=drop_last, collate_fn=list, **kinds)
     return midepoch.wrap(source, seed=5, **options)
 
 

@@ -53,8 +53,7 @@ def loaded(loader: Any, state: dict[str, Any]) -> Any:
 def resumed(make: Callable[[], Loader], state: dict[str, Any]) -> list[Any]:
     """The rest of the epoch, by a fresh loader."""
     with make() as loader:
-        loader.load_state_dict(state)
-        return taken(loader)
+        return taken(loaded(loader, state))
 
 
 def heads(make: Callable[[], Loader], count: int) -> tuple[list[Any], dict[str, Any]]:
@@ -484,8 +483,7 @@ def torch_batches(rank: int, world_size: int, size: int, batch_size: int, drop_l
     """What torch's DistributedSampler and DataLoader give this rank; `even` is the sampler's own drop_last."""
     dataset = Indices(size)
     sampler: Sampler[int] = DistributedSampler(dataset, world_size, rank, shuffle=False, drop_last=even)
-    loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler, drop_last=drop_last)
-    return [batch.tolist() for batch in loader]
+    return [batch.tolist() for batch in DataLoader(dataset, batch_size, sampler=sampler, drop_last=drop_last)]
 
 
 def two_batches(rank: int, loader: Loader) -> Any:

@@ -58,8 +58,7 @@ class AsksForItsWorker(CountsPasses):
     """As dynamic bucketing does."""
 
     def __iter__(self) -> Iterator[int]:
-        info = torch.utils.data.get_worker_info()
-        seed = 1000 * self.epoch + (0 if info is None else info.id)
+        seed = 1000 * self.epoch + sources.part_of_worker(SIZE).start
         return iter(random.Random(seed).sample(range(self.size), self.size))
 
 
