@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -76,6 +77,21 @@ def quiet_resume(make: Callable[[], Loader], state: dict[str, Any]) -> list[Any]
 
 def under_other_seeds(number: int) -> None:
     random.seed(number), np.random.seed(number), torch.manual_seed(number)
+
+
+@contextlib.contextmanager
+def caller_undisturbed() -> Iterator[None]:
+    """Fail unless the caller's generators go on as if nothing had drawn here, kept halves of normal pairs included."""
+
+    def drawn() -> list[float]:
+        numbers = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.standard_normal()]
+        return [*numbers, torch.rand(()).item(), torch.randn(()).item()]
+
+    under_other_seeds(3)
+    expected = drawn()
+    under_other_seeds(3)
+    yield
+    assert drawn() == expected
 
 
 def every_place(

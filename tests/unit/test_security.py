@@ -143,9 +143,10 @@ def test_a_state_of_a_replay_without_its_detail_is_refused() -> None:
 # --- indexes ---
 
 
-def urls_in(folder: Path) -> Any:
+@pytest.fixture
+def urls(tmp_path: Path) -> Any:
     shards = pytest.importorskip("support.webdataset_sources", reason="webdataset is not installed")
-    return shards.make_shards(folder / "shards", [4, 6, 3])
+    return shards.make_shards(tmp_path / "shards", [4, 6, 3])
 
 
 def indexed(urls: list[str], cache: Path) -> list[Any]:
@@ -159,8 +160,7 @@ def own_folder(cache: Path) -> Path:
     return cache / f"webdataset-{os.geteuid()}"
 
 
-def test_indexes_are_the_user_s_alone_whatever_the_mask(tmp_path: Path) -> None:
-    urls = urls_in(tmp_path)
+def test_indexes_are_the_user_s_alone_whatever_the_mask(urls: list[str], tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         whole = indexed(urls, tmp_path / "cache")
@@ -189,8 +189,7 @@ def planted(folder: Path, urls: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["writable", "link", pytest.param("another's", marks=AS_ROOT)])
-def test_a_folder_that_others_may_have_filled_is_not_believed(how: str, tmp_path: Path, caplog: Any) -> None:
-    urls = urls_in(tmp_path)
+def test_a_folder_that_others_may_have_filled_is_not_believed(how: str, urls: Any, tmp_path: Path, caplog: Any) -> None:
     whole = indexed(urls, tmp_path / "good")
     cache = tmp_path / "shared"
     cache.mkdir()
@@ -214,8 +213,7 @@ def test_a_folder_that_others_may_have_filled_is_not_believed(how: str, tmp_path
 
 
 @AS_ROOT
-def test_users_who_share_a_folder_keep_indexes_apart(tmp_path: Path) -> None:
-    urls = urls_in(tmp_path)
+def test_users_who_share_a_folder_keep_indexes_apart(urls: list[str], tmp_path: Path) -> None:
     cache = tmp_path / "team"
     cache.mkdir()
     cache.chmod(0o777)

@@ -40,14 +40,13 @@ def reading_ahead(says_so: bool) -> Loop:
 
 # The loop, and how many batches it has taken that no step follows.
 LOOPS: dict[str, tuple[Loop, int]] = {
-    "each": (stepping(lambda number: True), 0),
-    "read ahead": (reading_ahead(says_so=False), 1),
+    "each": (stepping(lambda number: True), 0), "read ahead": (reading_ahead(says_so=False), 1),
     "read ahead, and said": (reading_ahead(says_so=True), 0),
     "the first ones skipped": (stepping(lambda number: number >= 4), 4),
     "accumulated": (stepping(lambda number: number % 3 == 2), 0),
     "accumulated from the second on": (stepping(lambda number: number > 0 and number % 3 == 0), 0),
     "some left out": (stepping(lambda number: number not in (4, 5, 9)), 0),
-}
+}  # fmt: skip
 
 
 def made(folder: Path, every: int) -> tuple[midepoch.Loader, Snapshot]:

@@ -60,7 +60,6 @@ def passes(loader: Loader, count: int) -> list[list[Any]]:
 
 
 def unknown(size: int) -> Callable[[], Iterator[Any]]:
-    """A generator function whose length nobody knows."""
     return functools.partial(sources.numbers, size)
 
 

@@ -100,7 +100,6 @@ def test_a_rank_that_joins_where_nothing_is_left_ends_the_epoch(resharded: bool)
 
 @pytest.mark.filterwarnings("ignore::midepoch.MidepochWarning")
 def test_states_of_ranks_without_a_part_of_the_last_batches() -> None:
-    """They lead where those of the others do."""
     loaders = [replayed(World(rank, 3)) for rank in range(3)]
     passes = list(map(iter, loaders))
     for each in passes:
@@ -203,7 +202,6 @@ class Told(sources.Indices):
 
 @pytest.mark.parametrize(("before", "leads"), [("reshard", "load"), ("rollback", "seek")])
 def test_behind_a_load_the_dataset_is_read_as_it_is(before: str, leads: str) -> None:
-    """Whatever came before."""
     data = Told(10)
     loader = midepoch.wrap(DataLoader(data, 2, num_workers=1), world=World(), verify="off")
     each = begun(loader)

@@ -44,9 +44,7 @@ def states() -> dict[str, dict[str, Any]]:
 
 # What has changed when the state is loaded, and what comes of it.
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing": ({}, "exact"),
-    "workers": ({"workers": 2}, "exact"),
-    "batch size": ({"batch": 2}, "exact"),
+    "nothing": ({}, "exact"), "workers": ({"workers": 2}, "exact"), "batch size": ({"batch": 2}, "exact"),
     "the files' order": ({"order": "as glob gives it"}, "StateMismatchError"),
     "the files' order, read by workers": ({"order": "as glob gives it", "workers": 2}, "StateMismatchError"),
     "the augmentation": ({"strength": 11.0}, "told"),
@@ -54,7 +52,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "the augmentation, strictly": ({"strength": 11.0, "options": {"verify": "strict"}}, "StateMismatchError"),
     "the files' order, gone on with": ({"order": "as glob gives it", "options": {"verify": "warn"}}, "told"),
     "the files' order, not looked at": ({"order": "as glob gives it", "options": {"verify": "off"}}, "exact"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("place", PLACES)
