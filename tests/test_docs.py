@@ -338,8 +338,7 @@ def test_each_page_begins_with_something_to_see() -> None:
     """An example, a picture or a table of figures, within a screen; and no block is of an unknown language."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        top = "\n".join(text.splitlines()[:20])
-        shows = re.search(r"^(```|!\[|\| ?---)", top, re.MULTILINE)
+        shows = re.search(r"^(```|!\[|\| ?---)", "\n".join(text.splitlines()[:20]), re.MULTILINE)
         assert shows or page.name in ("CONTRIBUTING.md", "reference.md"), f"{page.name} begins with text alone"
         for kind, code in shown(page):
             assert kind in ("python", "bash", "text", "toml", "diff"), f"{page.name}: {kind!r} {code[:60]!r}"

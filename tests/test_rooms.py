@@ -220,8 +220,7 @@ def overridable(base: str) -> set[str]:
         if isinstance(node, ast.FunctionDef) and "final" not in map(ast.unparse, node.decorator_list):
             names.add(node.name)
         elif isinstance(node, ast.AnnAssign | ast.Assign):
-            targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
-            names |= set(map(ast.unparse, targets))
+            names |= set(map(ast.unparse, [node.target] if isinstance(node, ast.AnnAssign) else node.targets))
     others = set().union(*(assigned(each) for each in kinds if each is not kind))
     return {name for name in names | (assigned(kind) & others) if not name.startswith("_")}
 

@@ -252,8 +252,7 @@ def large_integer(generator: random.Random, data: bytearray, others: Sequence[by
     """A number that asks for much memory, in either order of bytes."""
     start, width = _place(generator, data) // 4 * 4, generator.choice((4, 8))
     value = generator.choice((1 << 31, 1 << 30, 1 << 40, 1 << 62, (1 << 64) - 1)) % (1 << 8 * width)
-    written = value.to_bytes(width, generator.choice(("little", "big")))
-    data[start : start + width] = written[: len(data) - start]
+    data[start : start + width] = value.to_bytes(width, generator.choice(("little", "big")))[: len(data) - start]
 
 
 def digits(generator: random.Random, data: bytearray, others: Sequence[bytes]) -> None:

@@ -138,8 +138,7 @@ def test_what_went_wrong_is_named(
 ) -> None:
     """Against an uninterrupted run of two batches and four images."""
     segments = [write_log(tmp_path / "0", 1, 0, first), write_log(tmp_path / "1", 2, second_from, second)]
-    reference = Run([write_log(tmp_path / "reference", 1, 0, "ab cd")])
-    found = Comparison(Run(segments), reference, images=4, epochs=1)
+    found = Comparison(Run(segments), Run([write_log(tmp_path / "reference", 1, 0, "ab cd")]), images=4, epochs=1)
     assert len(found.problems) == len(problems)
     assert all(text.startswith(start) for text, start in zip(found.problems, problems, strict=True))
     if not problems:

@@ -23,10 +23,9 @@ from support.places import ROOT
 
 PROGRAMS = Path(__file__).parent / "programs"
 PAGE = ROOT / "docs" / "trainers.md"
-FED = "torchft_ddp"  # test_torchft.py runs it, with a lighthouse
 
 
-@pytest.mark.parametrize("name", ["imagenet", FED])
+@pytest.mark.parametrize("name", ["imagenet", "torchft_ddp"])  # test_torchft.py runs the second one, with a lighthouse
 def test_a_diff_of_six_lines_leads_to_the_program(name: str) -> None:
     """From one without midepoch. A line that replaces another counts once, as one that is added or taken away does."""
     after, diff = (PROGRAMS / f"{name}.py").read_text().splitlines(), (PROGRAMS / f"{name}.diff").read_text()

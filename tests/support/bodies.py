@@ -270,8 +270,7 @@ class Body:
 
     def __call__(self, make: Make, log: Log, epochs: int) -> None:
         """Train. A loop that is left together with the loop over epochs is gone on with."""
-        model = torch.nn.Parameter(torch.zeros(()))
-        optimizer = torch.optim.SGD([model], lr=1.0)
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
         loaders = [self.loader(number) for number in range(len(self.batches))]
         parts = {f"loader_{number}": each for number, each in enumerate(loaders)}

@@ -82,8 +82,7 @@ def native_pipeline(root: str, size: int, reader: str, shards: tuple[int, int], 
         paths = images(root, size)
         encoded, label = fn.readers.file(files=paths, labels=list(range(len(paths))), **options)
     cut = fn.resize(fn.decoders.image_random_crop(encoded), resize_x=12, resize_y=12)
-    mirrored = fn.crop_mirror_normalize(cut, crop=(8, 8), mirror=fn.random.coin_flip())
-    return label, mirrored, fn.random.uniform(shape=[2])
+    return label, fn.crop_mirror_normalize(cut, crop=(8, 8), mirror=fn.random.coin_flip()), fn.random.uniform(shape=[2])
 
 
 def native(

@@ -112,8 +112,7 @@ def wrapped(make: Make, rank: int = 0, world_size: int = 1, **options: Any) -> A
 
 
 def random_with(dataset: Any, seed: int | None = None, **keywords: Any) -> Any:
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    return RandomSampler(dataset, generator=generator, **keywords)
+    return RandomSampler(dataset, generator=None if seed is None else torch.Generator().manual_seed(seed), **keywords)
 
 
 def a_list(dataset: Any) -> Any:

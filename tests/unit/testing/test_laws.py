@@ -84,8 +84,7 @@ def test_what_a_loader_declines_it_refuses_or_does_not_promise(
 def test_a_loader_of_three_methods_is_examined_as_far_as_it_goes() -> None:
     report = check(BareLoader, plain=None)
     assert report.holds, str(report)
-    not_applicable = {verdict.law: verdict.reason for verdict in report.verdicts if verdict.status == "not applicable"}
-    assert not_applicable == {
+    assert {verdict.law: verdict.reason for verdict in report.verdicts if verdict.status == "not applicable"} == {
         "transparent": "no plain loader is known: give plain=, a function that makes it",
         "cost": "the factory takes no read_log",
         "any item": "the factory takes no items",

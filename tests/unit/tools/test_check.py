@@ -297,8 +297,7 @@ def test_names_are_text_and_the_page_is_written_whole(tmp_path: Path) -> None:
     (folder / "red_mine.py").write_text(source + names, encoding="utf-8")
     (folder / "report[old].html").write_text("before")
     arguments = ("x[red]/red_mine.py:alone", "--quick", "--epochs=1", "--laws=partition")
-    report = "--report=x[red]/report[old].html"
-    done = check(*arguments, report, "--identify=x[red]/red_mine.py:names", folder=tmp_path)
+    done = check(*arguments, "--report=x[red]/report[old].html", "--identify=x[red]/red_mine.py:names", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "x[red]/red_mine.py:alone" in done.stdout and "report[old].html" in done.stdout
     found = text_of(folder / "report[old].html")
