@@ -476,7 +476,8 @@ def in_gloo_world(function: Callable[..., Any], world_size: int, *arguments: Any
 
 
 def _one_rank(function: Callable[..., Any], rank: int, world_size: int, store: str, arguments: tuple[Any, ...]) -> Any:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # In processes that had a group before, torch 2.13 fails to connect all ranks at once in one case of a hundred.
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_GLOO_LAZY_INIT": "1"}
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     try:
         return function(rank, *arguments)
