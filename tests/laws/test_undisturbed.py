@@ -115,7 +115,7 @@ class Again:
         return self.make()
 
 
-@pytest.mark.parametrize("seed", range(1000 if os.environ.get("MIDEPOCH_CHAOS") else 30))
+@pytest.mark.parametrize("seed", range(1000 if os.environ.get("MIDEPOCH_CHAOS") else 160))
 def test_a_program_reads_what_it_reads_without_midepoch(seed: int, tmp_path: Path) -> None:
     """Or is refused: of two iterators over one loader, only the newer one lives."""
     program, expected, got = Program(seed), list[Any](), list[Any]()

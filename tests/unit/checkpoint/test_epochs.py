@@ -514,6 +514,15 @@ def test_what_was_looked_at_before_the_loop_comes_again(looked: str, tmp_path: P
     assert got == dict(enumerate(whole))
 
 
+def test_a_look_that_a_body_goes_on_with_is_not_taken_back(tmp_path: Path) -> None:
+    (loader, snapshot), whole = only(tmp_path / "snapshot.pt"), epochs_of(shuffled(), 0, 2)
+    held, got = iter(loader), list[Any]()
+    next(held)
+    for epoch in snapshot.epochs(2):
+        got.append(sources.taken(loader) if epoch else [sources.plain(next(held))])
+    assert got == [[whole[0][1]], whole[1]]
+
+
 @pytest.mark.parametrize("how", ["step", "save", "commit", "another loop", "a loop that was left"])
 def test_what_was_trained_on_before_the_loop_counts(how: str, tmp_path: Path) -> None:
     (loader, snapshot), whole = only(tmp_path / "snapshot.pt"), epochs_of(shuffled(), 0, 2)
