@@ -48,8 +48,12 @@ class EpochLoop:
         self.resumed = replace(record, ends=record.ends or at_end)
         self.epoch, self.was_left, self._between = None, False, Record()
 
-    def first_epoch(self, is_trained: bool) -> int:
-        """The epoch with which a loop begins that is begun now. `is_trained`: on what was read since the last one."""
+    def start(self, is_trained: bool) -> int:
+        """Start a loop. Returns its first epoch.
+
+        Args:
+            is_trained: the run was trained on what was read since the last loop; otherwise that counts for nothing.
+        """
         looks = [] if is_trained else [loader._progress.take_back_look() for loader in self.loaders().values()]
         epoch = self.epoch if self.resumed is None or self.epoch is not None else self.resumed.epoch
         if epoch is None and looks and looks[0] is not None:

@@ -121,7 +121,8 @@ class Snapshot:
         self._told_of_witnesses: set[str] = set()  # loaders whose ranks do not see the same data
         self._due = 0  # the step at which `step` does more than count
         self._in_flight = 0  # as the latest step had it, which was checked
-        self._was_loaded, self._steps_before = False, 0
+        self._was_loaded = False
+        self._steps_before = 0  # `steps` when the last loop ended, or at the load; -1 after a save
         self._owes_a_save = False  # to the end of the body
         # A whole run may be in an `except` clause. The exception's attributes stand for it: unlike itself they keep no
         # frame alive, and as long as they exist no other exception has the same.
@@ -276,7 +277,7 @@ class Snapshot:
                 f"the body that was left cannot be resumed: {loop.resumed.unknown}. Start this process again, "
                 "which resumes from the snapshot, and read the loaders as one, with midepoch.combine"
             )
-        first = loop.first_epoch(is_trained=self.steps != self._steps_before)
+        first = loop.start(is_trained=self.steps != self._steps_before)
         if first > n:
             warn_of_done(n, first)
         try:
@@ -398,7 +399,7 @@ class Snapshot:
             raise SnapshotError(f"{self.path} was not saved, and the previous snapshot is unchanged: {problem}") from (
                 cause if ranks.rank == 0 else None
             )
-        self._file.claimed, self._steps_before = True, -1  # something was trained on
+        self._file.claimed, self._steps_before = True, -1
 
     # --- loading ---
 

@@ -51,8 +51,8 @@ class Unfollowed:
                 context, ahead = progress.context, reading.steps - taken
                 if ahead > context.options.remember and not context.adapter.facts.remembers:
                     warn(
-                        f"{name} keeps no state of earlier batches, so nothing is saved while {ahead} are in flight, "
-                        f"on a signal either: pass remember={ahead} to midepoch.wrap"
+                        f"{name} keeps no state of earlier batches, so no save succeeds while {ahead} are in flight, "
+                        f"not even on a signal: pass remember={ahead} to midepoch.wrap"
                     )
                 skipped = self._rest_before(reading, loader)
                 self._first[name] = reading, taken, taken + skipped - self._before.get(reading, 0)

@@ -595,12 +595,14 @@ class Loader(Generic[Batch]):
             raise MidepochError(RUNNING)
         if (epoch := self.epoch) > n:
             warn_of_done(n, epoch)
-        began, here = (epoch, 0) if progress.looked is None else progress.looked[0][:2], (epoch, self.position)
-        if progress.looked is not None and here != began and not (began[1] and here == (began[0] + 1, 0)):
-            warn(
-                f"batches were read before loader.epochs, which goes on after them, at position {self.position} of "
-                f"epoch {epoch}: to look at some, wrap the source once more, or call loader.peek()"
-            )
+        if progress.looked is not None:
+            began, here = progress.looked[0], (epoch, self.position)
+            # A pass that finishes a loaded epoch is no look.
+            if here not in (began[:2], (began.epoch + (began.position > 0), 0)):
+                warn(
+                    f"batches were read before loader.epochs, which continues after them, at position {self.position} "
+                    f"of epoch {epoch}: to look at some, wrap the source once more, or call loader.peek()"
+                )
         continues: bool | None = True  # also if an earlier loop was left
         body: Body | None = None
         try:

@@ -805,10 +805,12 @@ class Progress:
             continues: whether its first pass continues where the loader is; None: as if there were no body.
         """
         latest, self.body, looked = self.latest(), body, self.looked
-        if looked is None or latest is None:
-            self.looked, self.new_epoch = None, self.new_epoch if continues is None else not continues
-        else:  # held
+        if looked is not None and latest is not None:  # what was read outside is still held
             self.looked = None if body.alone else (looked[0], looked[1] if continues is None else not continues)
+        else:
+            self.looked = None
+            if continues is not None:
+                self.new_epoch = not continues
         if latest is not None and (latest.interval is None or latest.interval.body is not body):
             latest.interval = body.begin(self._name, latest, older=True)
             self.latest = latest.interval.user

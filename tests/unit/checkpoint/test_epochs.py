@@ -542,7 +542,7 @@ def test_what_was_trained_on_before_the_loop_counts(how: str, tmp_path: Path) ->
 def test_batches_read_before_a_loaders_own_loop_are_told() -> None:
     loader = shuffled()
     sources.taken(loader, 2)
-    with pytest.warns(MidepochWarning, match=r"goes on after them, at position 8 of epoch 0: .*loader\.peek"):
+    with pytest.warns(MidepochWarning, match=r"continues after them, at position 8 of epoch 0: .*loader\.peek"):
         for _ in loader.epochs(1):
             list(loader)
 
