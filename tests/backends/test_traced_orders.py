@@ -31,14 +31,11 @@ def parts_of(batch: Any) -> list[Any]:
     return [part for each in batch for part in parts_of(each)]
 
 
-@pytest.mark.parametrize(
-    ("package", "support", "make"),
-    [
-        ("ffcv", "ffcv_sources", "support.ffcv_sources:plain_load"),
-        ("nvidia.dali", "dali_sources", f"{__file__}:of_dali"),
-        ("webdataset", "webdataset_sources", "support.webdataset_sources:indexed"),
-    ],
-)
+@pytest.mark.parametrize(("package", "support", "make"), [
+    ("ffcv", "ffcv_sources", "support.ffcv_sources:plain_load"),
+    ("nvidia.dali", "dali_sources", f"{__file__}:of_dali"),
+    ("webdataset", "webdataset_sources", "support.webdataset_sources:indexed"),
+])  # fmt: skip
 def test_the_source_tells_its_order(
     package: str, support: str, make: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,13 +108,10 @@ IGNITE = ("ignite's DeterministicEngine is about to skip {} batches", "use ignit
 ACCELERATE = ("the wrapped loader itself", "continues by itself")
 
 
-@pytest.mark.parametrize(
-    ("library", "cut", "before", "after", "told"),
-    [
-        ("ignite", 3, "", "loaded", IGNITE), ("ignite", 7, "", "unloaded", IGNITE),
-        *(("accelerate", 3, kind, f"{kind} skip", ACCELERATE) for kind in ("map", "stream", "list", "function")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("library", "cut", "before", "after", "told"), [
+    ("ignite", 3, "", "loaded", IGNITE), ("ignite", 7, "", "unloaded", IGNITE),
+    *(("accelerate", 3, kind, f"{kind} skip", ACCELERATE) for kind in ("map", "stream", "list", "function")),
+])  # fmt: skip
 def test_what_would_skip_is_refused_before_a_batch(
     library: str, cut: int, before: str, after: str, told: tuple[str, ...], tmp_path: Path
 ) -> None:

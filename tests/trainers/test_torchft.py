@@ -385,17 +385,14 @@ def test_any_history_of_the_model_trains_each_sample_once(chance: random.Random)
     model.run(chance, 8)
 
 
-@pytest.mark.parametrize(
-    ("seed", "outages", "what"),
-    [
-        # Quorums had the number and the size of older ones, of other members, as a lighthouse had come back.
-        *((seed, 0.1, "commits") for seed in (300978, 302978, 307296)),
-        # A quorum had the number of one whose vote failed, and the same members: gradients of two steps would meet.
-        *((seed, 0.5, "commits") for seed in (155, 169, 232)),
-        # A group that joined had its ranks at two places, so one that was not healed would heal another.
-        *((seed, 0.1, "behind") for seed in (300, 1527, 2264)),
-    ],
-)
+@pytest.mark.parametrize(("seed", "outages", "what"), [
+    # Quorums had the number and the size of older ones, of other members, as a lighthouse had come back.
+    *((seed, 0.1, "commits") for seed in (300978, 302978, 307296)),
+    # A quorum had the number of one whose vote failed, and the same members: gradients of two steps would meet.
+    *((seed, 0.5, "commits") for seed in (155, 169, 232)),
+    # A group that joined had its ranks at two places, so one that was not healed would heal another.
+    *((seed, 0.1, "behind") for seed in (300, 1527, 2264)),
+])  # fmt: skip
 def test_histories_of_the_model_that_once_went_wrong(seed: int, outages: float, what: str) -> None:
     assert getattr(model.run(random.Random(seed), 8, outages), what)
 

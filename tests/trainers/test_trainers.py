@@ -195,15 +195,12 @@ def restarts(folder: Path, ranks: int, **job: Any) -> list[int]:
     return statuses
 
 
-@pytest.mark.parametrize(
-    ("options", "faults", "dead"),
-    [
-        ({}, [(0, 1, 4, "raise")], []),
-        ({"workers": 2}, [(0, 1, 4, "raise"), (1, 2, 6, "kill"), (2, 0, 8, "kill in a save")], [0, 2]),
-        ({"workers": 2, "outside": True, "persistent": True}, [(0, 2, 1, "kill"), (1, 0, 8, "raise")], [2]),
-        ({"workers": 1, "outside": True, "snapshot": True}, [(0, 1, 0, "raise"), (1, 2, 11, "kill")], [2]),
-    ],
-)
+@pytest.mark.parametrize(("options", "faults", "dead"), [
+    ({}, [(0, 1, 4, "raise")], []),
+    ({"workers": 2}, [(0, 1, 4, "raise"), (1, 2, 6, "kill"), (2, 0, 8, "kill in a save")], [0, 2]),
+    ({"workers": 2, "outside": True, "persistent": True}, [(0, 2, 1, "kill"), (1, 0, 8, "raise")], [2]),
+    ({"workers": 1, "outside": True, "snapshot": True}, [(0, 1, 0, "raise"), (1, 2, 11, "kill")], [2]),
+])  # fmt: skip
 def test_in_process_restarts(options: dict[str, Any], faults: list[Any], dead: list[int], tmp_path: Path) -> None:
     """Ranks die or fail, all others begin the function again, and the counts of samples say what was trained on."""
     statuses = restarts(tmp_path, 3, faults=faults, **options)
